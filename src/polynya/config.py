@@ -1,0 +1,57 @@
+"""One settings object, strict: an unknown name or an impossible value is an error, never ignored.
+
+Read from nothing but what the caller passes; the command line fills it from options and ``POLYNYA_*`` variables.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+
+class NodeLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Pool sizes of one node. Each stage has its own pool, so a slow stage never holds another's workers."""
+
+    init: Annotated[int, msgspec.Meta(ge=1)] = 4
+    ready: Annotated[int, msgspec.Meta(ge=1)] = 4
+    """Prepared runtimes that may wait for a RUNNING slot."""
+    running: Annotated[int, msgspec.Meta(ge=1)] = 8
+    postrun: Annotated[int, msgspec.Meta(ge=1)] = 4
+
+
+class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    host: str = "127.0.0.1"
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
+    """0: any free port."""
+    keepalive_seconds: Annotated[float, msgspec.Meta(gt=0)] = 10.0
+    """A waiting streaming client gets a no-op event of its dialect at least this often."""
+    first_event_grace: Annotated[float, msgspec.Meta(ge=0)] = 0.25
+    """Headers of a streaming reply wait this long for an immediate refusal, so that it can be an HTTP status."""
+    max_body_bytes: int = 32 * 1024 * 1024
+    calls_in_flight_per_session: Annotated[int, msgspec.Meta(ge=1)] = 64
+    engine_timeout_seconds: Annotated[float, msgspec.Meta(gt=0)] = 1800.0
+    engine_retries: Annotated[int, msgspec.Meta(ge=0)] = 3
+    """Further tries after an answer that says the engine is down or overloaded."""
+
+
+class JournalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    durability: Literal["fsync", "write"] = "fsync"
+    """``fsync``: on the disk before it is visible. ``write``: handed to the kernel (survives SIGKILL, not power loss)."""
+    segment_bytes: int = 256 * 1024 * 1024
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    gateway: GatewaySettings = GatewaySettings()
+    journal: JournalSettings = JournalSettings()
+    node: NodeLimits = NodeLimits()
+
+
+def cache_dir() -> Path:
+    """Where models and harnesses are kept between runs: ``$POLYNYA_CACHE``, else ``$XDG_CACHE_HOME/polynya``, else ``~/.cache/polynya``."""
+    if explicit := os.environ.get("POLYNYA_CACHE"):
+        return Path(explicit).expanduser().absolute()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "polynya"

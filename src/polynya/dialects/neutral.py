@@ -1,0 +1,121 @@
+"""The one internal message form. Every dialect parses into it and renders from it.
+
+Invariant: nothing that a provider's client sent is lost. What the neutral form has no field for stays beside it, as the
+raw bytes of the message (``ChatMessage.raw``) and of the request's other fields (``ChatRequest.leftovers``).
+Tool-call ids and argument text are kept byte for byte. Pure data: no I/O, no clock.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+Role = Literal["system", "user", "assistant", "tool"]
+FinishReason = Literal["stop", "length", "tool_calls", "content_filter", "abort"]
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    name: str
+    arguments: str
+    """As the model wrote it or the client echoed it: usually JSON, perhaps malformed. Never re-serialised."""
+
+
+class ToolSpec(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    description: str = ""
+    parameters: msgspec.Raw = msgspec.Raw(b"{}")
+    """JSON schema, as sent."""
+
+
+class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
+    role: Role
+    text: str = ""
+    """Joined text parts."""
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = []
+    tool_call_id: str = ""
+    media: int = 0
+    """Parts that are no text (images, files, audio)."""
+    raw: msgspec.Raw = msgspec.Raw(b"null")
+    """The message as an OpenAI Chat message object, ready to be sent upstream."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """What the client asked of the sampler; None: not said."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    max_tokens: int | None = None
+    stop: list[str] = []
+    seed: int | None = None
+    logit_bias: dict[str, float] | None = None
+
+
+class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One model request, whatever dialect it came in."""
+
+    dialect: str
+    model: str
+    """The name that the client used; the engine's own name replaces it upstream."""
+    messages: list[ChatMessage]
+    tools: list[ToolSpec] = []
+    tools_raw: msgspec.Raw | None = None
+    """The tool list as OpenAI Chat JSON, ready to be sent upstream."""
+    tool_choice: msgspec.Raw | None = None
+    response_format: msgspec.Raw | None = None
+    parallel_tool_calls: bool | None = None
+    sampling: SamplingParams = SamplingParams()
+    n: int = 1
+    stream: bool = False
+    include_usage: bool = False
+    """A streaming client wants a final usage event."""
+    wants_logprobs: bool = False
+    wants_top_logprobs: int = 0
+    template_kwargs: msgspec.Raw | None = None
+    """``chat_template_kwargs``, as sent."""
+    leftovers: dict[str, Any] = {}
+    """Fields of the request that polynya has no use for; kept for the record, not sent upstream."""
+
+    @property
+    def guided(self) -> bool:
+        """The engine will mask the distribution by a grammar, so the logprobs are not the policy's own."""
+        choice = bytes(self.tool_choice) if self.tool_choice is not None else b"null"
+        free_choice = choice.strip() in (b"null", b'"auto"', b'"none"')
+        shape = bytes(self.response_format) if self.response_format is not None else b"null"
+        free_shape = shape.strip() == b"null" or b'"type":"text"' in shape.replace(b" ", b"")
+        return not (free_choice and free_shape)
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of one call. Never None: clients read integers."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class ChatReply(msgspec.Struct, frozen=True, kw_only=True):
+    """What the model said, parsed by the engine's (or polynya's, for the embedded engine) own parsers."""
+
+    text: str = ""
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = []
+    finish_reason: str = "stop"
+    usage: Usage = Usage()
+
+
+class ReplyHead(msgspec.Struct, frozen=True, kw_only=True):
+    """What a dialect prints around a reply: ids and times, made by the caller, since dialects read no clock."""
+
+    reply_id: str
+    created: int
+    """Unix seconds."""
+    model: str
+    """The name that the client asked for."""

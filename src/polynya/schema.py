@@ -1,0 +1,398 @@
+"""Public records. Everything that leaves polynya, or is handed from room to room, is one of these.
+
+Invariants: a record is immutable once built; a missing number is ``None``, never ``0``; token arrays are numpy arrays
+(``int32`` ids, ``float32`` logprobs in nats, ``uint8`` masks) and never enter ``SessionResult``.
+This module refuses unknown fields: a typing error in a task file is an error with the field's path, not a silent default.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from polynya.errors import TaskFileError
+
+Int32Array = npt.NDArray[np.int32]
+Float32Array = npt.NDArray[np.float32]
+UInt8Array = npt.NDArray[np.uint8]
+
+ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,119}$"
+Identifier = Annotated[str, msgspec.Meta(pattern=ID_PATTERN)]
+PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
+PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class Stage(StrEnum):
+    """Where a session is in its node."""
+
+    QUEUED = "queued"
+    INIT = "init"
+    READY = "ready"
+    RUNNING = "running"
+    POSTRUN = "postrun"
+    DONE = "done"
+
+
+class Status(StrEnum):
+    """How a session ended. ``infra_error`` and ``cancelled`` never carry a reward."""
+
+    COMPLETED = "completed"
+    FAILED = "failed"
+    TIMEOUT = "timeout"
+    BUDGET_EXHAUSTED = "budget_exhausted"
+    INFRA_ERROR = "infra_error"
+    CANCELLED = "cancelled"
+
+
+class Lane(StrEnum):
+    """Who made a call inside the harness."""
+
+    MAIN = "main"
+    SUBAGENT = "subagent"
+    AUXILIARY = "auxiliary"
+    COMPACTION = "compaction"
+
+
+class Exclusion(StrEnum):
+    """Why sampled tokens are not trained: a closed list. ``captured = trained + sum(excluded.values())``."""
+
+    TEXT_ONLY = "text_only"
+    """The engine gave no token ids; counted by its own usage number."""
+    INCOMPLETE_IDS = "incomplete_ids"
+    """Sampled ids without prompt ids, or the other way round."""
+    LENGTH_MISMATCH = "length_mismatch"
+    """As many logprobs as sampled ids were not given."""
+    NONFINITE_LOGPROB = "nonfinite_logprob"
+    """A logprob is NaN, infinite, null or above zero."""
+    ID_OUT_OF_RANGE = "id_out_of_range"
+    PROMPT_ECHO_MISMATCH = "prompt_echo_mismatch"
+    """The engine says it conditioned on other ids than those that were sent."""
+    GRAMMAR_MASKED = "grammar_masked"
+    """Guided decoding: the logprobs are those of a masked distribution."""
+    NOT_DELIVERED = "not_delivered"
+    """The client was gone before the reply; the harness never acted on it."""
+    CANCELLED = "cancelled"
+    """The call was cancelled while the engine worked; its tokens are unknown and counted as zero."""
+    SUPERSEDED_RETRY = "superseded_retry"
+    AUXILIARY_LANE = "auxiliary_lane"
+    COMPACTION_LANE = "compaction_lane"
+    ATTEMPT_LOST = "attempt_lost"
+    """Sampled in an attempt that died with its node; the session ran again."""
+    LATE_WRITE = "late_write"
+    """Finished after the session was sealed."""
+
+
+# --- what is asked -----------------------------------------------------------------------------------------------
+
+
+class HarnessSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The agent program. ``settings`` belong to the harness and are checked by it."""
+
+    name: str
+    version: str | None = None
+    """None: the version that polynya pins."""
+    settings: dict[str, Any] = {}
+    env: dict[str, str] = {}
+    mcp_servers: list[dict[str, Any]] = []
+
+
+class RepoSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A git repository that becomes the workspace: one commit, no remote, nothing newer than ``ref`` in it."""
+
+    url: str
+    """A path or an URL that ``git clone`` takes."""
+    ref: str = "HEAD"
+
+
+class RuntimeSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The sandbox and what lies in its workspace."""
+
+    name: str | None = None
+    """None: ``bubblewrap`` where it works."""
+    image: str | None = None
+    workdir: Annotated[str, msgspec.Meta(pattern=r"^/[A-Za-z0-9._/-]+$")] = "/workspace"
+    files: dict[str, str] = {}
+    """Relative POSIX path → text content. A text that starts with ``#!`` is made executable."""
+    repo: RepoSpec | None = None
+    prepare: list[str] = []
+    """Shell commands, run inside the runtime before the harness."""
+    env: dict[str, str] = {}
+    cpus: PositiveFloat | None = None
+    memory_mb: PositiveInt | None = None
+    pids: PositiveInt | None = None
+    network: Literal["gateway-only", "open"] = "gateway-only"
+
+
+class EvaluatorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One grader. In a task file its settings stand beside ``name``; each evaluator checks its own."""
+
+    name: str
+    label: str = ""
+    weight: Annotated[float, msgspec.Meta(ge=0)] = 1.0
+    settings: dict[str, Any] = {}
+
+
+class BuilderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: str = "prefix_merging"
+
+
+class SamplingSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the task asks of the sampler. None: not asked.
+
+    ``policy: harness`` lets the harness's own values win, ``override`` lets these win. What neither names is sent as
+    the neutral value (temperature 1, top_p 1, top_k off, min_p 0, no penalties), so that the distribution is known.
+    """
+
+    policy: Literal["harness", "override"] = "harness"
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=5)] | None = None
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    max_tokens: PositiveInt | None = None
+    """A cap on each call: the smaller of this and the harness's own."""
+    seed: int | None = None
+
+
+class Budgets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Seconds per stage; calls and sampled tokens per session (None: no bound). READY time is charged to nobody."""
+
+    init: PositiveFloat = 300.0
+    run: PositiveFloat = 900.0
+    postrun: PositiveFloat = 300.0
+    calls: PositiveInt | None = None
+    tokens: PositiveInt | None = None
+
+
+class TaskSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One task; its ``num_samples`` sessions are a group."""
+
+    task_id: Identifier
+    instruction: Annotated[str, msgspec.Meta(min_length=1)]
+    harness: HarnessSpec
+    num_samples: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
+    runtime: RuntimeSpec = RuntimeSpec()
+    evaluator: list[EvaluatorSpec] = msgspec.field(default_factory=lambda: [EvaluatorSpec(name="completed")])
+    builder: BuilderSpec = BuilderSpec()
+    sampling: SamplingSpec = SamplingSpec()
+    budgets: Budgets = Budgets()
+    retries: Annotated[int, msgspec.Meta(ge=0, le=10)] = 1
+    """How often a session is run again after an infrastructure failure."""
+    callback: str | None = None
+    metadata: dict[str, Any] = {}
+
+
+class Session(msgspec.Struct, frozen=True, kw_only=True):
+    """One rollout to be done."""
+
+    session_id: str
+    group_id: str
+    task: TaskSpec
+    sample_index: int
+    attempt: int = 1
+
+
+def session_id_of(task_id: str, sample_index: int) -> str:
+    """The one id that a sample has in every attempt and after every restart."""
+    return f"{task_id}.{sample_index}"
+
+
+# --- what came out -----------------------------------------------------------------------------------------------
+
+
+class PolicySpan(msgspec.Struct, frozen=True):
+    """``version`` sampled the tokens ``start:end`` (of the row, or of the call's sampled ids). None: unknown."""
+
+    version: str | None
+    start: int
+    end: int
+
+
+class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """An error as data."""
+
+    kind: str
+    boundary: str
+    message: str
+    fix: str = ""
+    policy_can_cause: bool = False
+    retryable: bool = False
+
+
+class Score(msgspec.Struct, frozen=True, kw_only=True):
+    """One evaluator's verdict. ``value`` is None when it could not give one; then ``error`` says why."""
+
+    name: str
+    label: str = ""
+    value: float | None = None
+    weight: float = 1.0
+    passed: list[str] = []
+    failed: list[str] = []
+    detail: str = ""
+    """At most a few kilobytes of the evaluator's own output, its end."""
+    seconds: float = 0.0
+    error: ErrorInfo | None = None
+
+
+class Ledger(msgspec.Struct, frozen=True, kw_only=True):
+    """Where every sampled token went. ``captured == trained + sum(excluded.values())``, always."""
+
+    captured: int = 0
+    trained: int = 0
+    excluded: dict[str, int] = {}
+    """Exclusion → sampled tokens."""
+    calls: int = 0
+    calls_by_outcome: dict[str, int] = {}
+    """``ok``, ``cancelled``, ``failed``, ``unfinished`` → calls."""
+    chain_breaks: dict[str, int] = {}
+    """Cause → transitions at which a prompt did not extend an earlier call of its session."""
+
+    def balanced(self) -> bool:
+        return self.captured == self.trained + sum(self.excluded.values())
+
+
+class Trace(msgspec.Struct, frozen=True, kw_only=True):
+    """One trainable row: what the engine conditioned on and sampled, ids, mask and logprobs of one length."""
+
+    trace_id: str
+    session_id: str
+    lane: str
+    segment: int
+    input_ids: Int32Array
+    loss_mask: UInt8Array
+    logprobs: Float32Array
+    """Nats, as the engine gave them; 0.0 where the mask is 0."""
+    prompt_len: int
+    """Ids before the first sampled one."""
+    policy_spans: list[PolicySpan]
+    call_ids: list[str]
+    call_starts: list[int]
+    """Where each call's sampled ids start in the row."""
+    call_lens: list[int]
+    finish_reason: str
+    truncated: bool
+    num_turns: int
+    messages: str
+    """JSON of the last call's messages and its reply."""
+    tools: str
+    """JSON list of tool definitions, ``[]`` when none."""
+
+
+class Provenance(msgspec.Struct, frozen=True, kw_only=True):
+    """What made the tokens. None: the engine does not say."""
+
+    polynya: str
+    engine: str = ""
+    engine_build: str | None = None
+    model: str = ""
+    model_sha256: str | None = None
+    tokenizer_sha256: str | None = None
+    chat_template_sha256: str | None = None
+    tool_parser: str | None = None
+    logprob_kind: str = "unknown"
+    """``raw`` (temperature 1, no truncation), ``processed`` (the distribution that was sampled) or ``unknown``."""
+    harness: str = ""
+    harness_version: str | None = None
+    runtime: str = ""
+    sampling: dict[str, Any] = {}
+    """The values actually sent to the engine in the session's last call."""
+
+
+class SessionResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of ``sessions.jsonl``. Holds no token arrays: those are in the Parquet files under ``session_id``."""
+
+    session_id: str
+    task_id: str
+    group_id: str
+    sample_index: int
+    attempt: int
+    status: Status
+    reward: float | None
+    scores: list[Score] = []
+    ledger: Ledger = Ledger()
+    num_calls: int = 0
+    num_traces: int = 0
+    prompt_tokens: int = 0
+    """Sum over calls of the ids that the engine conditioned on."""
+    sampled_tokens: int = 0
+    exit_code: int | None = None
+    """Of the harness; None when it did not end by itself."""
+    error: ErrorInfo | None = None
+    timings: dict[str, float] = {}
+    """Seconds: queued, init, ready, running, postrun, total."""
+    started_at: float = 0.0
+    """Unix seconds, for people; nothing is ordered by it."""
+    flags: dict[str, int] = {}
+    """Counted oddities, e.g. ``late_write``, ``unparsed_tool_markup``."""
+    provenance: Provenance
+    logs: dict[str, str] = {}
+    """Name → path below the run directory."""
+
+
+# --- reading tasks -----------------------------------------------------------------------------------------------
+
+_EVALUATOR_OWN = {"name", "label", "weight", "settings"}
+_PATH = re.compile(r" - at `\$(.*)`$")
+
+
+def _evaluator(raw: Any, where: str) -> Any:
+    if not isinstance(raw, Mapping):
+        raise TaskFileError(f"{where}: {raw!r} is not a mapping", fix="write e.g. {name: command, command: pytest -q}")
+    own = {key: value for key, value in raw.items() if key in _EVALUATOR_OWN}
+    rest = {key: value for key, value in raw.items() if key not in _EVALUATOR_OWN}
+    own["settings"] = {**own.get("settings", {}), **rest}
+    return own
+
+
+def parse_task(raw: Any, where: str) -> TaskSpec:
+    """Turn one decoded mapping into a TaskSpec.
+
+    ``where`` (file and position) starts every message. Short forms are allowed: ``harness: pi`` for ``{name: pi}``,
+    one evaluator instead of a list, evaluator settings beside its name. Raises TaskFileError naming field and value.
+    """
+    if not isinstance(raw, Mapping):
+        raise TaskFileError(
+            f"{where}: a task is a mapping, not {type(raw).__name__}", fix="see docs/tasks.md for the fields"
+        )
+    task = dict(raw)
+    for key in ("harness", "builder", "runtime"):
+        if isinstance(task.get(key), str):
+            task[key] = {"name": task[key]}
+    if "evaluator" in task:
+        graders = task["evaluator"]
+        if isinstance(graders, str):
+            graders = {"name": graders}
+        graders = graders if isinstance(graders, list) else [graders]
+        task["evaluator"] = [_evaluator(item, f"{where}.evaluator[{i}]") for i, item in enumerate(graders)]
+        if not graders:
+            raise TaskFileError(
+                f"{where}.evaluator: [] is empty", fix="leave it out for `completed`, or name an evaluator"
+            )
+    try:
+        return msgspec.convert(task, TaskSpec, strict=True)
+    except msgspec.ValidationError as exc:
+        text = str(exc)
+        found = _PATH.search(text)
+        path = found.group(1) if found else ""
+        value = _value_at(task, path)
+        shown = "" if value is _ABSENT else f" (value {value!r:.120})"
+        raise TaskFileError(
+            f"{where}{path}: {_PATH.sub('', text)}{shown}", fix="see docs/tasks.md for the fields"
+        ) from exc
+
+
+_ABSENT = object()
+
+
+def _value_at(root: Any, path: str) -> Any:
+    for name, index in re.findall(r"\.([A-Za-z_][A-Za-z0-9_]*)|\[(\d+|\.\.\.)\]", path):
+        try:
+            root = root[name] if name else root[int(index)]
+        except (KeyError, IndexError, TypeError, ValueError):
+            return _ABSENT
+    return root
