@@ -1,0 +1,187 @@
+"""A captured call in memory: deltas of ids and of messages, rebuilt on demand.
+
+Invariant: ``prompt_ids`` is exactly what the engine reported, whichever earlier call its delta leans on. A chain of calls
+costs its final length, not the sum of its prompts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from polynya.capture.records import CallIntent, CallOutcome
+from polynya.schema import Exclusion, Float32Array, Int32Array, Lane, PolicySpan
+from polynya.tokens.validate import common_prefix
+
+EMPTY_IDS: Int32Array = np.zeros(0, dtype=np.int32)
+EMPTY_LOGPROBS: Float32Array = np.zeros(0, dtype=np.float32)
+
+
+class StoredCall:
+    """One call of one session attempt. Written by the store only."""
+
+    def __init__(self, intent: CallIntent, base: StoredCall | None) -> None:
+        self.intent = intent
+        self.outcome_record: CallOutcome | None = None
+        self.delivered = False
+        self.ended_at: float | None = None
+        self._message_base = base
+        self._id_base: StoredCall | None = None
+        self._keep = 0
+        self._context = EMPTY_IDS
+        self._sampled = EMPTY_IDS
+        self._logprobs = EMPTY_LOGPROBS
+
+    def complete(self, record: CallOutcome, id_base: StoredCall | None) -> None:
+        """Take the outcome; the arrays stay views of the record's bytes."""
+        self.outcome_record = record
+        self.ended_at = record.at
+        self._id_base = id_base
+        self._keep = record.keep
+        self._context = np.frombuffer(record.context, dtype="<i4")
+        self._sampled = np.frombuffer(record.sampled, dtype="<i4")
+        self._logprobs = np.frombuffer(record.logprobs, dtype="<f4")
+
+    @property
+    def call_id(self) -> str:
+        return self.intent.call_id
+
+    @property
+    def index(self) -> int:
+        return self.intent.index
+
+    @property
+    def lane(self) -> Lane:
+        return Lane(self.intent.lane)
+
+    @property
+    def outcome(self) -> str:
+        return self.outcome_record.outcome if self.outcome_record else "unfinished"
+
+    @property
+    def exclusion(self) -> Exclusion | None:
+        record = self.outcome_record
+        return Exclusion(record.exclusion) if record and record.exclusion else None
+
+    @property
+    def finish_reason(self) -> str:
+        return self.outcome_record.finish_reason if self.outcome_record else ""
+
+    @property
+    def policy_spans(self) -> list[PolicySpan]:
+        return self.outcome_record.policy_spans if self.outcome_record else []
+
+    @property
+    def sampled_ids(self) -> Int32Array:
+        return self._sampled
+
+    @property
+    def logprobs(self) -> Float32Array:
+        return self._logprobs
+
+    @property
+    def sampled_count(self) -> int:
+        record = self.outcome_record
+        return 0 if record is None else max(len(self._sampled), 0 if record.has_ids else record.usage[1])
+
+    @property
+    def prompt_len(self) -> int:
+        record = self.outcome_record
+        return self._keep + len(self._context) or (record.usage[0] if record else 0)
+
+    @property
+    def context_ids(self) -> Int32Array:
+        """The stored part of the prompt, after ``keep`` ids of ``id_base``."""
+        return self._context
+
+    @property
+    def id_base(self) -> StoredCall | None:
+        return self._id_base
+
+    @property
+    def keep(self) -> int:
+        return self._keep
+
+    @property
+    def prompt_ids(self) -> Int32Array:
+        total = self._keep + len(self._context)
+        ids = np.empty(total, dtype=np.int32)
+        call: StoredCall = self
+        end = total
+        while end:
+            start = min(end, call._keep)
+            ids[start:end] = call._context[: end - start]
+            end = start
+            base = call._id_base
+            if base is None or not end:
+                break
+            base_prompt = base._keep + len(base._context)
+            if end > base_prompt:
+                ids[base_prompt:end] = base._sampled[: end - base_prompt]
+                end = base_prompt
+            call = base
+        return ids
+
+    @property
+    def full_ids(self) -> Int32Array:
+        return np.concatenate([self.prompt_ids, self._sampled])
+
+    @property
+    def messages(self) -> list[bytes]:
+        """Raw JSON of each message of the request."""
+        parts: list[list[bytes]] = []
+        call: StoredCall | None = self
+        keep: int | None = None
+        while call is not None:
+            own = (
+                call.intent.messages
+                if keep is None
+                else call.intent.messages[: max(0, keep - call.intent.keep_messages)]
+            )
+            parts.append(own)
+            keep = call.intent.keep_messages if keep is None else min(keep, call.intent.keep_messages)
+            call = call._message_base if keep else None
+        return [message for part in reversed(parts) for message in part]
+
+    @property
+    def messages_json(self) -> str:
+        reply = [self.outcome_record.reply] if self.outcome_record and self.outcome_record.reply else []
+        return (b"[" + b",".join(self.messages + reply) + b"]").decode()
+
+    @property
+    def tools(self) -> bytes:
+        call: StoredCall | None = self
+        while call is not None:
+            if call.intent.tools is not None:
+                return call.intent.tools
+            call = call._message_base
+        return b"[]"
+
+    @property
+    def tools_json(self) -> str:
+        return self.tools.decode()
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        return self.intent.sampling
+
+    @property
+    def flags(self) -> dict[str, int]:
+        return self.outcome_record.flags if self.outcome_record else {}
+
+
+def shared_messages(messages: list[bytes], other: list[bytes]) -> int:
+    """How many leading raw messages are equal."""
+    n = min(len(messages), len(other))
+    return next((i for i in range(n) if messages[i] != other[i]), n)
+
+
+def best_base(prompt: Int32Array, leaves: list[tuple[StoredCall, Int32Array]]) -> tuple[StoredCall | None, int]:
+    """The leaf that holds the longest common prefix with ``prompt``, and its length; (None, 0) when none shares anything."""
+    best: tuple[StoredCall | None, int] = (None, 0)
+    for call, full in leaves:
+        shared = common_prefix(prompt, full)
+        if shared > best[1]:
+            best = (call, shared)
+    return best

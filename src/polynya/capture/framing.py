@@ -1,0 +1,71 @@
+"""Frames of a journal segment: how a record is found again after a crash or a flipped bit.
+
+A segment is ``HEADER`` (magic, version, 8 random sync bytes), then frames ``sync · length u32 · crc32 u32 · payload``, all
+little-endian; the crc covers length and payload. The sync bytes are random for each segment, so that nothing an agent
+writes into its messages can pass for a frame. A torn tail and a damaged frame are reported, and the frames around them are
+read; a record that fails its crc is never returned.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator
+
+import msgspec
+
+MAGIC = b"POLYNYA-JOURNAL\x01"
+SYNC_BYTES = 8
+HEADER_BYTES = len(MAGIC) + SYNC_BYTES
+_LENGTHS = struct.Struct("<II")
+FRAME_BYTES = SYNC_BYTES + _LENGTHS.size
+
+
+class Damage(msgspec.Struct, frozen=True, kw_only=True):
+    offset: int
+    """Of the first byte that could not be read."""
+    size: int
+    torn_tail: bool
+    """At the end of the segment: a write that never finished, which loses nothing that was acknowledged."""
+
+
+def header(sync: bytes) -> bytes:
+    return MAGIC + sync
+
+
+def frame(sync: bytes, payload: bytes) -> bytes:
+    size = len(payload)
+    return sync + _LENGTHS.pack(size, _crc(size, payload)) + payload
+
+
+def _crc(size: int, payload: bytes | memoryview) -> int:
+    return zlib.crc32(payload, zlib.crc32(size.to_bytes(4, "little")))
+
+
+def _payload_at(data: bytes, sync: bytes, at: int) -> bytes | None:
+    if data[at : at + SYNC_BYTES] != sync or at + FRAME_BYTES > len(data):
+        return None
+    size, crc = _LENGTHS.unpack_from(data, at + SYNC_BYTES)
+    payload = data[at + FRAME_BYTES : at + FRAME_BYTES + size]
+    return payload if len(payload) == size and _crc(size, payload) == crc else None
+
+
+def read_frames(data: bytes) -> Iterator[bytes | Damage]:
+    """The payloads of one whole segment in order, with a Damage where bytes had to be skipped."""
+    if not data.startswith(MAGIC) or len(data) < HEADER_BYTES:
+        yield Damage(offset=0, size=len(data), torn_tail=len(data) < HEADER_BYTES)
+        return
+    sync = data[len(MAGIC) : HEADER_BYTES]
+    at = HEADER_BYTES
+    while at < len(data):
+        payload = _payload_at(data, sync, at)
+        if payload is not None:
+            yield payload
+            at += FRAME_BYTES + len(payload)
+            continue
+        later = data.find(sync, at + 1)
+        while later >= 0 and _payload_at(data, sync, later) is None:
+            later = data.find(sync, later + 1)
+        end = later if later >= 0 else len(data)
+        yield Damage(offset=at, size=end - at, torn_tail=later < 0)
+        at = end

@@ -1,0 +1,217 @@
+"""The append-only journal: one writer thread, one open segment, group commit.
+
+Invariants: records reach the file in the order of ``append``; the future of a durable append is done only after
+``fdatasync`` (or after ``write`` with ``durability: write``); a failed write leaves no half frame that later records would
+follow, and says so to each caller. A journal that was left behind is never appended to: a new one begins a new segment.
+Refuses to write from the event loop, and to drop a record silently.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import queue
+import secrets
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from polynya.capture import framing
+from polynya.capture.records import Record, decode, encode
+from polynya.config import JournalSettings
+from polynya.errors import CaptureError, DiskFull
+
+_GROUP = 256
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_NO_PERMISSION = {errno.EACCES, errno.EPERM, errno.EROFS}
+
+
+class _Entry:
+    __slots__ = ("durable", "future", "record")
+
+    def __init__(self, record: Record, durable: bool, future: asyncio.Future[None]) -> None:
+        self.record = record
+        self.durable = durable
+        self.future = future
+
+
+class Journal:
+    """Appends records to ``directory/NNNNNN.journal``. ``start`` before use, ``close`` after."""
+
+    def __init__(self, directory: Path, settings: JournalSettings | None = None) -> None:
+        self.directory = directory
+        self.settings = settings or JournalSettings()
+        self._queue: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._fd = -1
+        self._sync = b""
+        self._size = 0
+
+    def start(self) -> None:
+        """Open a new segment. Raises DiskFull (no space, no permission) or CaptureError."""
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._open_segment()
+        except OSError as exc:
+            raise _explain(exc, self.directory) from exc
+        self._thread = threading.Thread(target=self._run, name="polynya-journal", daemon=True)
+        self._thread.start()
+
+    def append(self, record: Record, *, durable: bool) -> asyncio.Future[None]:
+        """Queue a record. The future ends when it is written (``durable=False``) or safe on the disk (``durable=True``).
+
+        It raises DiskFull or CaptureError when the record could not be written; then nothing of it is in the journal.
+        """
+        future = asyncio.get_running_loop().create_future()
+        if self._thread is None:
+            future.set_exception(CaptureError("the journal is closed", fix="start() it first"))
+        else:
+            self._queue.put(_Entry(record, durable, future))
+        return future
+
+    async def close(self) -> None:
+        """Write what is queued, sync, and stop. Idempotent."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._queue.put(None)
+            await asyncio.to_thread(thread.join)
+
+    def _run(self) -> None:
+        going = True
+        while going:
+            entry = self._queue.get()
+            group: list[_Entry] = []
+            while True:
+                if entry is None:
+                    going = False
+                else:
+                    group.append(entry)
+                if not going or len(group) >= _GROUP:
+                    break
+                try:
+                    entry = self._queue.get_nowait()
+                except queue.Empty:
+                    break
+            if group:
+                self._commit(group)
+        self._close_segment()
+
+    def _commit(self, group: list[_Entry]) -> None:
+        try:
+            self._write(b"".join(framing.frame(self._sync, encode(entry.record)) for entry in group))
+            _settle([entry for entry in group if not entry.durable], None)
+            durable = [entry for entry in group if entry.durable]
+            if durable:
+                if self.settings.durability == "fsync":
+                    os.fdatasync(self._fd)
+                _settle(durable, None)
+            if self._size >= self.settings.segment_bytes:
+                self._close_segment()
+                self._open_segment()
+        except OSError as exc:
+            _settle(group, _explain(exc, self.directory))
+            self._recover_segment()
+
+    def _write(self, data: bytes) -> None:
+        if self._fd < 0:
+            self._open_segment()
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self._fd, view) :]
+        self._size += len(data)
+
+    def _recover_segment(self) -> None:
+        """Cut a half frame off; where even that fails, the next write begins a new segment."""
+        if self._fd < 0:
+            return
+        try:
+            os.ftruncate(self._fd, self._size)
+        except OSError:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _open_segment(self) -> None:
+        self._sync = secrets.token_bytes(framing.SYNC_BYTES)
+        last = max((int(path.stem) for path in segments(self.directory)), default=0)
+        path = self.directory / f"{last + 1:06d}.journal"
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(fd, framing.header(self._sync))
+            os.fsync(fd)
+            folder = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+        except OSError:
+            os.close(fd)
+            path.unlink(missing_ok=True)
+            raise
+        self._fd, self._size = fd, framing.HEADER_BYTES
+
+    def _close_segment(self) -> None:
+        """Everything acknowledged as durable was synced before; a disk that fails now takes nothing away."""
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):
+                os.fdatasync(self._fd)
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _settle(entries: list[_Entry], error: CaptureError | None) -> None:
+    """Finish the futures on their own loop; a caller that is gone (cancelled, loop closed) is passed over."""
+
+    def finish() -> None:
+        for entry in entries:
+            if not entry.future.done():
+                if error is None:
+                    entry.future.set_result(None)
+                else:
+                    entry.future.set_exception(error)
+
+    if entries:
+        loop = entries[0].future.get_loop()
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(finish)
+
+
+def _explain(exc: OSError, directory: Path) -> CaptureError:
+    if exc.errno in _NO_SPACE:
+        return DiskFull(
+            f"no space for a record in {directory}: {exc.strerror}",
+            fix="free space there; the call was not shown to the harness",
+        )
+    if exc.errno in _NO_PERMISSION:
+        return DiskFull(
+            f"cannot write in {directory}: {exc.strerror}", fix="choose a directory that you may write, with --out"
+        )
+    return CaptureError(f"journal in {directory}: {exc}", fix="check the disk")
+
+
+def segments(directory: Path) -> list[Path]:
+    """The segments of a journal, oldest first."""
+    return sorted(path for path in directory.glob("*.journal") if path.stem.isdigit())
+
+
+class JournalScan(msgspec.Struct, kw_only=True):
+    """What reading a journal found."""
+
+    records: int = 0
+    damages: list[tuple[str, framing.Damage]] = []
+    """Segment name and what could not be read in it."""
+
+
+def read_journal(directory: Path, scan: JournalScan | None = None) -> Iterator[Record]:
+    """All whole records of all segments, in order. Damage goes into ``scan``; it never stops the reading."""
+    scan = JournalScan() if scan is None else scan
+    for path in segments(directory):
+        for item in framing.read_frames(path.read_bytes()):
+            if isinstance(item, framing.Damage):
+                scan.damages.append((path.name, item))
+            else:
+                scan.records += 1
+                yield decode(item)

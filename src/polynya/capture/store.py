@@ -1,0 +1,278 @@
+"""Captured calls of all sessions of a node: in memory as deltas, in the journal as records.
+
+Invariants: ``begin`` returns after the intent is written, ``finish`` after the outcome is durable; order of commit is the
+order of ``finish``; an attempt that is sealed takes nothing more (a late outcome is journalled as ``late_write`` and
+counted). ``recover`` rebuilds from a journal what a killed process had been told is safe, and marks the rest unfinished.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from polynya.capture.calls import StoredCall, best_base, shared_messages
+from polynya.capture.journal import Journal, JournalScan, read_journal
+from polynya.capture.records import CallDelivered, CallIntent, CallOutcome, Record, SessionOpened, SessionSealed
+from polynya.errors import CaptureError
+from polynya.schema import Exclusion, Float32Array, Int32Array, Lane, PolicySpan
+
+_LEAVES = 4
+"""Branches of a session whose whole ids are kept at hand for the next delta (two of them alive is rare)."""
+
+
+class CallStart(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a call before it goes upstream."""
+
+    dialect: str
+    lane: Lane
+    model: str
+    body_digest: bytes
+    messages: list[bytes]
+    """Raw JSON of each message."""
+    tools: bytes = b"[]"
+    sampling: dict[str, Any] = {}
+    prompt_sent: bool = False
+
+
+class CallEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of it. Without ids (a cancelled, failed or text-only call) the arrays are None."""
+
+    outcome: str
+    finish_reason: str = ""
+    prompt_ids: Int32Array | None = None
+    sampled_ids: Int32Array | None = None
+    logprobs: Float32Array | None = None
+    usage: tuple[int, int] = (0, 0)
+    policy_spans: list[PolicySpan] = []
+    exclusion: Exclusion | None = None
+    exclusion_at: int | None = None
+    exclusion_detail: str = ""
+    reply: bytes = b""
+    upstream_id: str = ""
+    flags: dict[str, int] = {}
+    error: str = ""
+
+
+class SessionCapture:
+    """The calls of one attempt of one session."""
+
+    def __init__(self, session_id: str, attempt: int) -> None:
+        self.session_id = session_id
+        self.attempt = attempt
+        self.next_index = 0
+        self.begun: dict[str, StoredCall] = {}
+        """By call id: the calls whose intent is written."""
+        self.committed: list[StoredCall] = []
+        """In order of commit."""
+        self.sealed = False
+        self.late_writes = 0
+        self._leaves: OrderedDict[str, Int32Array] = OrderedDict()
+
+    @property
+    def calls(self) -> list[StoredCall]:
+        """Committed calls in commit order, then those without an outcome."""
+        return self.committed + [call for call in self.begun.values() if call.outcome_record is None]
+
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(call.sampled_count for call in self.committed)
+
+    def leaves(self) -> list[tuple[StoredCall, Int32Array]]:
+        return [(self.begun[call_id], full) for call_id, full in reversed(self._leaves.items())]
+
+    def remember_leaf(self, call: StoredCall, full: Int32Array, extended: StoredCall | None) -> None:
+        if extended is not None:
+            self._leaves.pop(extended.call_id, None)
+        self._leaves[call.call_id] = full
+        while len(self._leaves) > _LEAVES:
+            self._leaves.popitem(last=False)
+
+    def forget_leaves(self) -> None:
+        self._leaves.clear()
+
+
+class CaptureStore:
+    """Writes captured data. ``clock`` gives unix seconds, for people; nothing is ordered by it."""
+
+    def __init__(self, journal: Journal, clock: Callable[[], float]) -> None:
+        self._journal = journal
+        self._clock = clock
+        self._sessions: dict[tuple[str, int], SessionCapture] = {}
+
+    async def open_session(self, session_id: str, attempt: int, meta: dict[str, Any] | None = None) -> SessionCapture:
+        key = (session_id, attempt)
+        if key in self._sessions:
+            raise CaptureError(f"session {session_id} attempt {attempt} is open already", fix="open a session once")
+        capture = self._sessions[key] = SessionCapture(session_id, attempt)
+        record = SessionOpened(session_id=session_id, attempt=attempt, at=self._clock(), meta=meta or {})
+        try:
+            await self._journal.append(record, durable=False)
+        except CaptureError:
+            del self._sessions[key]
+            raise
+        return capture
+
+    async def begin(self, capture: SessionCapture, start: CallStart) -> StoredCall:
+        """Write the intent. Raises CaptureError when it cannot be written, or when the attempt is sealed."""
+        if capture.sealed:
+            raise CaptureError(f"session {capture.session_id} is sealed", fix="its key is revoked")
+        index = capture.next_index
+        capture.next_index += 1
+        base, keep = _message_base(capture, start.messages)
+        same_tools = base is not None and base.tools == start.tools
+        intent = CallIntent(
+            session_id=capture.session_id,
+            attempt=capture.attempt,
+            call_id=f"{capture.session_id}.a{capture.attempt}.c{index}",
+            index=index,
+            at=self._clock(),
+            dialect=start.dialect,
+            lane=str(start.lane),
+            model=start.model,
+            body_digest=start.body_digest,
+            base=base.call_id if base else "",
+            keep_messages=keep,
+            messages=start.messages[keep:],
+            tools=None if same_tools else start.tools,
+            sampling=start.sampling,
+            prompt_sent=start.prompt_sent,
+        )
+        call = StoredCall(intent, base)
+        await self._journal.append(intent, durable=False)
+        capture.begun[intent.call_id] = call
+        return call
+
+    async def finish(self, capture: SessionCapture, call: StoredCall, end: CallEnd) -> None:
+        """Write the outcome and wait until it is durable. Raises CaptureError; then the call has no outcome."""
+        late = capture.sealed
+        has_ids = end.prompt_ids is not None and end.sampled_ids is not None
+        base, keep, prompt = None, 0, end.prompt_ids
+        if has_ids and prompt is not None:
+            prompt = np.ascontiguousarray(prompt, dtype=np.int32)
+            base, keep = best_base(prompt, capture.leaves())
+        record = CallOutcome(
+            session_id=capture.session_id,
+            attempt=capture.attempt,
+            call_id=call.call_id,
+            at=self._clock(),
+            outcome=end.outcome,
+            finish_reason=end.finish_reason,
+            base=base.call_id if base else "",
+            keep=keep,
+            context=_bytes(prompt[keep:] if prompt is not None else None, "<i4"),
+            sampled=_bytes(end.sampled_ids, "<i4"),
+            logprobs=_bytes(end.logprobs, "<f4"),
+            has_ids=has_ids,
+            usage=end.usage,
+            policy_spans=end.policy_spans,
+            exclusion=str(Exclusion.LATE_WRITE) if late else str(end.exclusion or ""),
+            exclusion_at=end.exclusion_at,
+            exclusion_detail=end.exclusion_detail,
+            reply=end.reply,
+            upstream_id=end.upstream_id,
+            flags=end.flags,
+            error=end.error,
+        )
+        if late:
+            capture.late_writes += 1
+            await self._journal.append(record, durable=True)
+            return
+        written = self._journal.append(record, durable=True)
+        call.complete(record, base)
+        capture.committed.append(call)
+        try:
+            await asyncio.shield(written)
+        except CaptureError:
+            capture.committed.remove(call)
+            call.outcome_record = None
+            raise
+        if has_ids and prompt is not None and end.sampled_ids is not None and not capture.sealed:
+            full = np.concatenate([prompt, end.sampled_ids]).astype(np.int32, copy=False)
+            extended = base if base is not None and keep == base.prompt_len + len(base.sampled_ids) else None
+            capture.remember_leaf(call, full, extended)
+
+    def delivered(self, capture: SessionCapture, call: StoredCall) -> None:
+        """The reply reached the client in full. Not waited for: losing this record costs a call's training, no correctness."""
+        call.delivered = True
+        record = CallDelivered(
+            session_id=capture.session_id, attempt=capture.attempt, call_id=call.call_id, at=self._clock()
+        )
+        self._journal.append(record, durable=False).add_done_callback(_retrieve)
+
+    async def seal(self, capture: SessionCapture) -> None:
+        """No more calls. Returns when everything of the attempt is durable."""
+        capture.sealed = True
+        capture.forget_leaves()
+        record = SessionSealed(session_id=capture.session_id, attempt=capture.attempt, at=self._clock())
+        await self._journal.append(record, durable=True)
+
+    def drop(self, capture: SessionCapture) -> None:
+        """Free an attempt that was built and delivered."""
+        self._sessions.pop((capture.session_id, capture.attempt), None)
+
+
+def recover(directory: Path, scan: JournalScan | None = None) -> dict[tuple[str, int], SessionCapture]:
+    """Rebuild every attempt from a journal, by (session id, attempt)."""
+    return replay(read_journal(directory, scan))
+
+
+def replay(records: Iterable[Record]) -> dict[tuple[str, int], SessionCapture]:
+    sessions: dict[tuple[str, int], SessionCapture] = {}
+    for record in records:
+        key = (record.session_id, record.attempt)
+        capture = sessions.setdefault(key, SessionCapture(*key))
+        match record:
+            case CallIntent():
+                capture.begun[record.call_id] = StoredCall(record, capture.begun.get(record.base))
+            case CallOutcome():
+                _replay_outcome(capture, record)
+            case CallDelivered():
+                if call := capture.begun.get(record.call_id):
+                    call.delivered = True
+            case SessionSealed():
+                capture.sealed = True
+            case SessionOpened():
+                pass
+    return sessions
+
+
+def _replay_outcome(capture: SessionCapture, record: CallOutcome) -> None:
+    """Take an outcome whose intent and base are there; else its ids could not be rebuilt, so it stays unfinished."""
+    call = capture.begun.get(record.call_id)
+    base = capture.begun.get(record.base)
+    if (
+        call is None
+        or call.outcome_record is not None
+        or (record.keep and (base is None or base.outcome_record is None))
+    ):
+        return
+    if record.exclusion == Exclusion.LATE_WRITE:
+        capture.late_writes += 1
+        return
+    call.complete(record, base)
+    capture.committed.append(call)
+
+
+def _message_base(capture: SessionCapture, messages: list[bytes]) -> tuple[StoredCall | None, int]:
+    """The recent call that shares most leading messages."""
+    best: tuple[StoredCall | None, int] = (None, 0)
+    for call in list(capture.begun.values())[-_LEAVES:][::-1]:
+        shared = shared_messages(messages, call.messages)
+        if shared > best[1]:
+            best = (call, shared)
+    return best
+
+
+def _bytes(values: Int32Array | Float32Array | None, dtype: str) -> bytes:
+    return b"" if values is None else np.ascontiguousarray(values, dtype=dtype).tobytes()
+
+
+def _retrieve(future: asyncio.Future[None]) -> None:
+    if not future.cancelled():
+        future.exception()

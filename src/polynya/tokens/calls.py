@@ -1,0 +1,67 @@
+"""What a builder sees of one captured call."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from polynya.schema import Exclusion, Float32Array, Int32Array, Lane, PolicySpan
+
+
+class CapturedCall(Protocol):
+    """One model call of one session attempt, read-only.
+
+    Calls are given to builders in commit order, which is the only ordering key (clocks step, commits do not).
+    """
+
+    @property
+    def call_id(self) -> str: ...
+
+    @property
+    def lane(self) -> Lane: ...
+
+    @property
+    def outcome(self) -> str:
+        """``ok``, ``cancelled``, ``failed`` or ``unfinished``."""
+        ...
+
+    @property
+    def exclusion(self) -> Exclusion | None:
+        """Why capture already refuses to train this call; None: it is sound."""
+        ...
+
+    @property
+    def delivered(self) -> bool:
+        """The harness got the reply in full."""
+        ...
+
+    @property
+    def sampled_count(self) -> int:
+        """Sampled tokens, by ids where there are ids, else by the engine's usage number."""
+        ...
+
+    @property
+    def prompt_ids(self) -> Int32Array:
+        """The ids that the engine conditioned on. May be rebuilt from deltas on each access: keep it."""
+        ...
+
+    @property
+    def sampled_ids(self) -> Int32Array: ...
+
+    @property
+    def logprobs(self) -> Float32Array: ...
+
+    @property
+    def finish_reason(self) -> str: ...
+
+    @property
+    def policy_spans(self) -> list[PolicySpan]:
+        """Over the sampled ids."""
+        ...
+
+    @property
+    def messages_json(self) -> str:
+        """The request's messages and the reply, as a JSON list."""
+        ...
+
+    @property
+    def tools_json(self) -> str: ...
