@@ -1,0 +1,342 @@
+"""OpenAI Chat Completions.
+
+Messages keep their raw bytes, so what the engine reads is what the client sent, except ``developer`` and ``function``
+roles, which no chat template knows: they go upstream as ``system`` and ``tool``. Source of shapes: the recorded traffic of
+real clients and OpenAI's API reference. Refuses ``n > 1`` (one capture is one sample) and media of unknown kinds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from polynya.dialects.base import BadRequest, Fault, WireError
+from polynya.dialects.neutral import (
+    ChatMessage,
+    ChatReply,
+    ChatRequest,
+    ReplyHead,
+    Role,
+    SamplingParams,
+    ToolCall,
+    ToolSpec,
+    Usage,
+)
+
+_DELTA_CHARS = 256
+"""Characters of a synthetic delta: few large deltas are valid and cheap."""
+
+
+class _Function(msgspec.Struct):
+    name: str = ""
+    arguments: Any = ""
+
+
+class _WireToolCall(msgspec.Struct):
+    id: str | None = None
+    function: _Function = msgspec.field(default_factory=_Function)
+
+
+class _WireMessage(msgspec.Struct):
+    role: str
+    content: str | list[msgspec.Raw] | None = None
+    tool_calls: list[_WireToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+
+
+class _Part(msgspec.Struct):
+    type: str = "text"
+    text: str | None = None
+    refusal: str | None = None
+
+
+class _ToolFunction(msgspec.Struct):
+    name: str
+    description: str | None = None
+    parameters: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+class _WireTool(msgspec.Struct):
+    type: str = "function"
+    function: _ToolFunction | None = None
+
+
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class _WireRequest(msgspec.Struct):
+    model: str
+    messages: list[msgspec.Raw]
+    tools: list[msgspec.Raw] | None = None
+    tool_choice: msgspec.Raw | None = None
+    response_format: msgspec.Raw | None = None
+    parallel_tool_calls: bool | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    logit_bias: dict[str, float] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    chat_template_kwargs: msgspec.Raw | None = None
+
+
+_KNOWN = {field.name for field in msgspec.structs.fields(_WireRequest)}
+_request = msgspec.json.Decoder(_WireRequest)
+_message = msgspec.json.Decoder(_WireMessage)
+_part = msgspec.json.Decoder(_Part)
+_tool = msgspec.json.Decoder(_WireTool)
+_object = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_encode = msgspec.json.Encoder().encode
+
+_ROLES: dict[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",
+}
+_TEXT_PARTS = {"text", "input_text", "output_text", "refusal"}
+_MEDIA_PARTS = {"image_url", "input_audio", "file", "video_url", "audio_url"}
+
+
+class OpenAIChat:
+    name = "openai_chat"
+
+    def parse(self, body: bytes, path: str) -> ChatRequest:
+        wire = _decode(_request, body, "")
+        if not wire.messages:
+            raise BadRequest("messages: [] is empty; send at least one message", field="messages")
+        if wire.n is not None and wire.n != 1:
+            raise BadRequest(
+                f"n: {wire.n} is not possible here, one call is one sample; send {wire.n} requests", field="n"
+            )
+        max_tokens = wire.max_completion_tokens if wire.max_completion_tokens is not None else wire.max_tokens
+        if max_tokens is not None and max_tokens < 1:
+            raise BadRequest(f"max_tokens: {max_tokens} is below 1", field="max_tokens")
+        return ChatRequest(
+            dialect=self.name,
+            model=wire.model,
+            messages=[_parse_message(raw, f"messages[{i}]") for i, raw in enumerate(wire.messages)],
+            tools=_parse_tools(wire.tools or []),
+            tools_raw=msgspec.Raw(_encode(wire.tools)) if wire.tools else None,
+            tool_choice=wire.tool_choice,
+            response_format=wire.response_format,
+            parallel_tool_calls=wire.parallel_tool_calls,
+            sampling=_sampling(wire, max_tokens),
+            stream=bool(wire.stream),
+            include_usage=bool(wire.stream_options and wire.stream_options.include_usage),
+            wants_logprobs=bool(wire.logprobs),
+            wants_top_logprobs=wire.top_logprobs or 0,
+            template_kwargs=wire.chat_template_kwargs,
+            leftovers={key: value for key, value in _object.decode(body).items() if key not in _KNOWN},
+        )
+
+    def render(self, request: ChatRequest, reply: ChatReply, head: ReplyHead) -> bytes:
+        choice = {
+            "index": 0,
+            "message": assistant_message(reply),
+            "logprobs": None,
+            "finish_reason": _finish(reply),
+        }
+        return _encode(_envelope(head, "chat.completion") | {"choices": [choice], "usage": _usage(reply.usage)})
+
+    def keepalive(self, head: ReplyHead) -> bytes:
+        return self._chunk(head, {})
+
+    def stream(self, request: ChatRequest, reply: ChatReply, head: ReplyHead) -> Iterator[bytes]:
+        yield self._chunk(head, {"role": "assistant", "content": ""})
+        for piece in _pieces(reply.reasoning):
+            yield self._chunk(head, {"reasoning_content": piece})
+        for piece in _pieces(reply.text):
+            yield self._chunk(head, {"content": piece})
+        for index, call in enumerate(reply.tool_calls):
+            first = {
+                "index": index,
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": ""},
+            }
+            yield self._chunk(head, {"tool_calls": [first]})
+            for piece in _pieces(call.arguments):
+                yield self._chunk(head, {"tool_calls": [{"index": index, "function": {"arguments": piece}}]})
+        last = self._chunk(head, {}, finish_reason=_finish(reply))
+        if request.include_usage:
+            last += _event(_envelope(head, "chat.completion.chunk") | {"choices": [], "usage": _usage(reply.usage)})
+        yield last + b"data: [DONE]\n\n"
+
+    def error(self, error: WireError) -> bytes:
+        return _encode({"error": _error_object(error)})
+
+    def stream_error(self, error: WireError) -> bytes:
+        return _event({"error": _error_object(error)})
+
+    def models(self, names: list[str], created: int) -> bytes:
+        data = [{"id": name, "object": "model", "created": created, "owned_by": "polynya"} for name in names]
+        return _encode({"object": "list", "data": data})
+
+    def _chunk(self, head: ReplyHead, delta: dict[str, Any], finish_reason: str | None = None) -> bytes:
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        return _event(_envelope(head, "chat.completion.chunk") | {"choices": [choice]})
+
+
+def assistant_message(reply: ChatReply) -> dict[str, Any]:
+    """The reply as a message of the history, in the shape that clients echo."""
+    message: dict[str, Any] = {"role": "assistant", "content": reply.text or (None if reply.tool_calls else "")}
+    if reply.reasoning:
+        message["reasoning_content"] = reply.reasoning
+    if reply.tool_calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in reply.tool_calls
+        ]
+    return message
+
+
+def _decode(decoder: msgspec.json.Decoder[Any], raw: bytes | msgspec.Raw, where: str) -> Any:
+    try:
+        return decoder.decode(raw)
+    except msgspec.ValidationError as exc:
+        text, _, path = str(exc).partition(" - at `$")
+        field = (where + path.rstrip("`")).lstrip(".")
+        raise BadRequest(f"{field or 'body'}: {text}", field=field) from exc
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise BadRequest(f"{where or 'body'} is not JSON: {exc}", field=where) from exc
+
+
+def _parse_message(raw: msgspec.Raw, where: str) -> ChatMessage:
+    wire: _WireMessage = _decode(_message, raw, where)
+    role = _ROLES.get(wire.role)
+    if role is None:
+        raise BadRequest(
+            f"{where}.role: {wire.role!r} is unknown; use one of {', '.join(_ROLES)}", field=f"{where}.role"
+        )
+    text, media = _content(wire.content, where)
+    return ChatMessage(
+        role=role,
+        text=text or wire.refusal or "",
+        reasoning=wire.reasoning_content or wire.reasoning or "",
+        tool_calls=[_tool_call(call) for call in wire.tool_calls or []],
+        tool_call_id=wire.tool_call_id or "",
+        media=media,
+        raw=msgspec.Raw(bytes(raw)) if role == wire.role else _with_role(raw, role),
+    )
+
+
+def _content(content: str | list[msgspec.Raw] | None, where: str) -> tuple[str, int]:
+    if not isinstance(content, list):
+        return content or "", 0
+    texts, media = [], 0
+    for i, raw in enumerate(content):
+        part: _Part = _decode(_part, raw, f"{where}.content[{i}]")
+        if part.type in _TEXT_PARTS:
+            texts.append(part.text or part.refusal or "")
+        elif part.type in _MEDIA_PARTS:
+            media += 1
+        else:
+            known = ", ".join(sorted(_TEXT_PARTS | _MEDIA_PARTS))
+            raise BadRequest(
+                f"{where}.content[{i}].type: {part.type!r} is unknown; use one of {known}",
+                field=f"{where}.content[{i}].type",
+            )
+    return "\n".join(text for text in texts if text), media
+
+
+def _tool_call(call: _WireToolCall) -> ToolCall:
+    arguments = call.function.arguments
+    text = arguments if isinstance(arguments, str) else _encode(arguments).decode()
+    return ToolCall(id=call.id or "", name=call.function.name, arguments=text)
+
+
+def _with_role(raw: msgspec.Raw, role: Role) -> msgspec.Raw:
+    fields: dict[str, Any] = _object.decode(raw)
+    return msgspec.Raw(_encode(fields | {"role": role}))
+
+
+def _parse_tools(tools: list[msgspec.Raw]) -> list[ToolSpec]:
+    specs = []
+    for i, raw in enumerate(tools):
+        tool: _WireTool = _decode(_tool, raw, f"tools[{i}]")
+        if tool.type != "function" or tool.function is None:
+            raise BadRequest(f"tools[{i}].type: {tool.type!r} is not served; use 'function'", field=f"tools[{i}].type")
+        function = tool.function
+        parameters = msgspec.Raw(bytes(function.parameters))
+        specs.append(ToolSpec(name=function.name, description=function.description or "", parameters=parameters))
+    return specs
+
+
+def _sampling(wire: _WireRequest, max_tokens: int | None) -> SamplingParams:
+    return SamplingParams(
+        temperature=wire.temperature,
+        top_p=wire.top_p,
+        top_k=wire.top_k,
+        min_p=wire.min_p,
+        presence_penalty=wire.presence_penalty,
+        frequency_penalty=wire.frequency_penalty,
+        repetition_penalty=wire.repetition_penalty,
+        max_tokens=max_tokens,
+        stop=[wire.stop] if isinstance(wire.stop, str) else list(wire.stop or []),
+        seed=wire.seed,
+        logit_bias=wire.logit_bias,
+    )
+
+
+def _finish(reply: ChatReply) -> str:
+    return "tool_calls" if reply.tool_calls and reply.finish_reason == "stop" else reply.finish_reason
+
+
+def _envelope(head: ReplyHead, kind: str) -> dict[str, Any]:
+    return {"id": head.reply_id, "object": kind, "created": head.created, "model": head.model}
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+_ERROR_TYPES = {
+    Fault.UNAUTHORISED: ("authentication_error", "invalid_api_key"),
+    Fault.GONE: ("invalid_request_error", "session_ended"),
+    Fault.NOT_FOUND: ("invalid_request_error", "not_found"),
+    Fault.CONTEXT_OVERFLOW: ("invalid_request_error", "context_length_exceeded"),
+    Fault.RATE_LIMITED: ("rate_limit_error", "rate_limit_exceeded"),
+    Fault.UNAVAILABLE: ("server_error", "service_unavailable"),
+    Fault.INTERNAL: ("server_error", "internal_error"),
+    Fault.STORAGE_FULL: ("server_error", "insufficient_storage"),
+    Fault.NOT_IMPLEMENTED: ("invalid_request_error", "not_implemented"),
+}
+
+
+def _error_object(error: WireError) -> dict[str, Any]:
+    kind, code = _ERROR_TYPES.get(error.fault, ("invalid_request_error", None))
+    return {"message": error.message, "type": kind, "param": error.field or None, "code": code}
+
+
+def _event(payload: dict[str, Any]) -> bytes:
+    return b"data: " + _encode(payload) + b"\n\n"
+
+
+def _pieces(text: str) -> Iterator[str]:
+    for start in range(0, len(text), _DELTA_CHARS):
+        yield text[start : start + _DELTA_CHARS]

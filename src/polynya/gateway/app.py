@@ -1,0 +1,203 @@
+"""The ASGI application: who asks, in which dialect, and how the answer goes out.
+
+Invariant: each path out of here is a whole reply in the client's own dialect. The terminal event of a stream goes last,
+after the record is durable; a streaming client gets a no-op event of its dialect while the engine works.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable
+
+import msgspec
+
+from polynya.config import GatewaySettings
+from polynya.dialects.base import BadRequest, Dialect, Fault, Route, WireError, route
+from polynya.dialects.neutral import ChatRequest, ReplyHead
+from polynya.dialects.registry import DIALECTS
+from polynya.gateway.calls import Answer, CallFailed, CallRun, Calls, body_digest
+from polynya.gateway.connection import BodyTooLarge, ClientGone, Exchange, Headers, Receive, Scope, Send
+from polynya.gateway.sessions import GatewaySession, Keyring
+
+_OFF_LOOP_BYTES = 512 * 1024
+"""Bodies above this are parsed in a thread (a megabyte of chat JSON takes about a millisecond)."""
+_RETRY_HEADERS = ("x-stainless-retry-count", "x-polynya-retry")
+_log = logging.getLogger("polynya.gateway")
+
+
+class GatewayApp:
+    def __init__(
+        self,
+        calls: Calls,
+        keyring: Keyring,
+        settings: GatewaySettings,
+        model_names: list[str],
+        clock: Callable[[], float],
+    ) -> None:
+        self._calls = calls
+        self._keyring = keyring
+        self._settings = settings
+        self._model_names = model_names
+        self._clock = clock
+        self.side_requests: Counter[str] = Counter()
+        """Answered here without generation, by kind."""
+        self.active = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise RuntimeError(f"scope type {scope['type']!r} is not served")
+        exchange = Exchange(scope, receive, send)
+        self.active += 1
+        try:
+            await self._serve(exchange)
+        except ClientGone:
+            self.side_requests["client_gone_in_request"] += 1
+        finally:
+            self.active -= 1
+            await exchange.close()
+
+    async def _serve(self, exchange: Exchange) -> None:
+        key, path = _split_key(exchange)
+        if path in ("/healthz", "/health"):
+            await exchange.reply(200, b'{"status":"ok"}')
+            return
+        if path in ("", "/") and exchange.method in ("HEAD", "GET"):
+            self.side_requests["probe"] += 1
+            await exchange.reply(200, b'{"polynya":"gateway"}')
+            return
+        found = route(exchange.method, path, exchange.headers)
+        dialect = DIALECTS.get(found.dialect if found else "openai_chat", DIALECTS["openai_chat"])
+        session = self._keyring.find(key)
+        if isinstance(session, Fault):
+            await _refuse(exchange, dialect, _key_error(session))
+        elif found is None:
+            message = (
+                f"{exchange.method} {path or '/'} is not served; POST {path.partition('/v1')[0]}/v1/chat/completions is"
+            )
+            await _refuse(exchange, dialect, WireError(fault=Fault.NOT_FOUND, message=message))
+        elif found.action == "models":
+            self.side_requests["models"] += 1
+            await exchange.reply(200, dialect.models(self._model_names, int(self._clock())))
+        elif found.dialect not in DIALECTS or found.action != "generate":
+            message = f"{path}: dialect {found.dialect} is not served yet; point the harness at /v1/chat/completions"
+            await _refuse(exchange, dialect, WireError(fault=Fault.NOT_IMPLEMENTED, message=message))
+        else:
+            await self._generate(exchange, dialect, session, found, path)
+
+    async def _generate(
+        self, exchange: Exchange, dialect: Dialect, session: GatewaySession, found: Route, path: str
+    ) -> None:
+        try:
+            body = await exchange.body(self._settings.max_body_bytes)
+            if len(body) > _OFF_LOOP_BYTES:
+                request = await asyncio.to_thread(dialect.parse, body, path)
+            else:
+                request = dialect.parse(body, path)
+        except BodyTooLarge:
+            message = f"the body is larger than {self._settings.max_body_bytes} bytes"
+            await _refuse(exchange, dialect, WireError(fault=Fault.TOO_LARGE, message=message))
+            return
+        except BadRequest as exc:
+            session.flags["bad_requests"] += 1
+            await _refuse(exchange, dialect, WireError(fault=Fault.BAD_REQUEST, message=exc.message, field=exc.field))
+            return
+        digest = body_digest(path, body)
+        is_retry = any(exchange.headers.get(name, "0") not in ("", "0") for name in _RETRY_HEADERS)
+        run = self._calls.start(session, request, digest, len(body), is_retry=is_retry)
+        try:
+            if request.stream:
+                answer = await self._stream(exchange, dialect, session, request, run)
+            else:
+                answer = await self._whole(exchange, dialect, session, request, run)
+        finally:
+            run.leave()
+        if answer is not None and not exchange.client_gone:
+            self._calls.delivered(session, answer)
+
+    async def _whole(
+        self, exchange: Exchange, dialect: Dialect, session: GatewaySession, request: ChatRequest, run: CallRun
+    ) -> Answer | None:
+        """Answer, or None when there was nothing to deliver (refused, or the client is gone)."""
+        if not await _first(run, exchange.watch(), None):
+            return None
+        answer = _outcome(run, session)
+        if isinstance(answer, WireError):
+            await _refuse(exchange, dialect, answer)
+            return None
+        await exchange.reply(200, dialect.render(request, answer.reply, answer.head))
+        return answer
+
+    async def _stream(
+        self, exchange: Exchange, dialect: Dialect, session: GatewaySession, request: ChatRequest, run: CallRun
+    ) -> Answer | None:
+        gone = exchange.watch()
+        await _first(run, gone, self._settings.first_event_grace)
+        if run.task.done() and isinstance(early := _outcome(run, session), WireError):
+            await _refuse(exchange, dialect, early)
+            return None
+        await exchange.begin_events()
+        waiting = ReplyHead(reply_id="chatcmpl-waiting", created=int(self._clock()), model=request.model)
+        while not run.task.done() and not gone.done():
+            if not await _first(run, gone, self._settings.keepalive_seconds) and not gone.done():
+                await exchange.event(dialect.keepalive(waiting))
+        if gone.done():
+            return None
+        answer = _outcome(run, session)
+        if isinstance(answer, WireError):
+            await exchange.end_events(dialect.stream_error(answer))
+            return None
+        *events, terminal = dialect.stream(request, answer.reply, answer.head)
+        await exchange.event(b"".join(events))
+        await exchange.end_events(terminal)
+        return answer
+
+
+def _outcome(run: CallRun, session: GatewaySession) -> Answer | WireError:
+    """The end of a finished call. A bug of polynya's own is an error in the client's dialect, and marks the session."""
+    if run.task.cancelled():
+        return WireError(fault=Fault.GONE, message="this session has ended; the call was cancelled")
+    failure = run.task.exception()
+    if failure is None:
+        return run.task.result()
+    if isinstance(failure, CallFailed):
+        return failure.error
+    _log.error("call of session %s failed", session.session_id, exc_info=failure)
+    session.capture_error = f"internal error in the gateway: {type(failure).__name__}: {failure}"
+    return WireError(fault=Fault.INTERNAL, message=session.capture_error)
+
+
+async def _first(run: CallRun, gone: asyncio.Task[None], timeout: float | None) -> bool:
+    """Wait until the call is done (True), the client is gone, or the time is over (False)."""
+    await asyncio.wait([run.task, gone], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    return run.task.done()
+
+
+def _split_key(exchange: Exchange) -> tuple[str, str]:
+    """The session key and the path without its prefix. The prefix wins; then the places where clients put API keys."""
+    path = exchange.path
+    if path.startswith("/s/"):
+        key, slash, rest = path[3:].partition("/")
+        return key, slash + rest
+    authorization = exchange.headers.get("authorization", "")
+    scheme, _, token = authorization.partition(" ")
+    bearer = token.strip() if scheme.lower() == "bearer" else ""
+    headers = exchange.headers
+    return bearer or headers.get("x-api-key", "") or headers.get("x-goog-api-key", "") or exchange.query("key"), path
+
+
+def _key_error(fault: Fault) -> WireError:
+    if fault == Fault.GONE:
+        return WireError(fault=fault, message="this session has ended; its key is revoked")
+    return WireError(
+        fault=fault, message="unknown session key; use the base URL that polynya gave, with its /s/<key> prefix"
+    )
+
+
+async def _refuse(exchange: Exchange, dialect: Dialect, error: WireError) -> None:
+    headers: Headers = []
+    if error.retry_after is not None:
+        headers.append((b"retry-after", str(max(1, round(error.retry_after))).encode()))
+    _log.debug("refused %s %s: %s", exchange.method, error.fault, msgspec.json.encode(error.message).decode())
+    await exchange.reply(error.status, dialect.error(error), headers)

@@ -1,0 +1,269 @@
+"""One call: retry check → sampling → intent → engine → judgement → durable outcome → answer.
+
+Invariants: equal requests in flight are one engine call; an answer exists only when its record is durable; a call whose
+clients are all gone is cancelled in the engine and closed as ``cancelled``. What makes a call untrainable is recorded and
+never keeps the answer from the harness.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import xxhash
+
+from polynya.capture.calls import StoredCall
+from polynya.capture.store import CallEnd, CallStart, CaptureStore
+from polynya.config import GatewaySettings
+from polynya.dialects.base import Fault, WireError
+from polynya.dialects.neutral import ChatReply, ChatRequest, ReplyHead, Usage
+from polynya.dialects.openai_chat import assistant_message
+from polynya.engines.base import EffectiveSampling, Engine, EngineReply, EngineRequest
+from polynya.errors import (
+    CaptureError,
+    ContextOverflow,
+    DiskFull,
+    EngineError,
+    EngineRejected,
+    EngineTimeout,
+    EngineUnavailable,
+)
+from polynya.gateway.sampling import effective
+from polynya.gateway.sessions import FREE_FINAL_ANSWERS, GatewaySession
+from polynya.schema import Lane
+from polynya.tokens.validate import judge
+
+_BYTES_PER_TOKEN = 2
+"""No real tokenizer packs prose or JSON looser than this, so a body of n bytes holds at most n / 2 prompt tokens."""
+_encode = msgspec.json.Encoder().encode
+
+
+class CallFailed(Exception):
+    """The call has no answer; ``error`` is what the client is told."""
+
+    def __init__(self, error: WireError) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
+class Answer(msgspec.Struct, kw_only=True):
+    """A reply that may be shown: its record is durable."""
+
+    reply: ChatReply
+    head: ReplyHead
+    call: StoredCall | None
+    """None for a reply that polynya made itself (budget spent)."""
+    delivered: bool = False
+
+
+class CallRun:
+    """An engine call under way, shared by the clients that wait for it."""
+
+    def __init__(self, task: asyncio.Task[Answer]) -> None:
+        self.task = task
+        self.clients = 1
+
+    def leave(self) -> None:
+        """A client is gone. The last one cancels the call."""
+        self.clients -= 1
+        if self.clients == 0:
+            self.task.cancel()
+
+
+def body_digest(path: str, body: bytes) -> bytes:
+    return xxhash.xxh3_128_digest(path.encode() + b"\0" + body)
+
+
+class Calls:
+    def __init__(
+        self, engine: Engine, store: CaptureStore, settings: GatewaySettings, clock: Callable[[], float]
+    ) -> None:
+        self._engine = engine
+        self._store = store
+        self._settings = settings
+        self._clock = clock
+
+    def start(
+        self, session: GatewaySession, request: ChatRequest, digest: bytes, body_size: int, *, is_retry: bool
+    ) -> CallRun:
+        """Join, replay or begin a call. The run's task ends with an Answer, CallFailed or CancelledError."""
+        running = session.in_flight.get(digest)
+        if running is not None and not running.task.done():
+            running.clients += 1
+            session.flags["joined_requests"] += 1
+            return running
+        earlier = session.replies.get(digest)
+        if earlier is not None and (is_retry or not earlier.delivered):
+            session.flags["replayed_replies"] += 1
+            return CallRun(asyncio.ensure_future(_done(earlier)))
+        run = CallRun(
+            asyncio.create_task(self._call(session, request, digest, body_size), name=f"call {session.session_id}")
+        )
+        session.in_flight[digest] = run
+        run.task.add_done_callback(lambda _: _forget(session, digest, run))
+        return run
+
+    def delivered(self, session: GatewaySession, answer: Answer) -> None:
+        """A client got the whole of it."""
+        if not answer.delivered:
+            answer.delivered = True
+            if answer.call is not None:
+                self._store.delivered(session.capture, answer.call)
+
+    async def _call(self, session: GatewaySession, request: ChatRequest, digest: bytes, body_size: int) -> Answer:
+        async with session.slots:
+            if session.budget_spent:
+                return self._final_answer(session, request)
+            session.calls_begun += 1
+            sampling = await self._clamped(request, effective(request.sampling, session.grant.sampling), body_size)
+            start = CallStart(
+                dialect=request.dialect,
+                lane=Lane.MAIN,
+                model=request.model,
+                body_digest=digest,
+                messages=[bytes(message.raw) for message in request.messages],
+                tools=bytes(request.tools_raw) if request.tools_raw is not None else b"[]",
+                sampling=msgspec.to_builtins(sampling),
+            )
+            try:
+                call = await self._store.begin(session.capture, start)
+            except CaptureError as exc:
+                raise self._capture_failed(session, exc) from exc
+            reply = await self._generate(
+                session, call, EngineRequest(chat=request, sampling=sampling, affinity=session.session_id)
+            )
+            answer = Answer(reply=_with_usage(reply), head=self._head(call.call_id, request), call=call)
+            await self._commit(session, call, _end_of(reply, answer.reply, request, self._engine.info.vocab_size))
+            session.flags.update(reply.flags)
+            session.keep_reply(digest, answer)
+            return answer
+
+    async def _generate(self, session: GatewaySession, call: StoredCall, request: EngineRequest) -> EngineReply:
+        try:
+            async with asyncio.timeout(self._settings.engine_timeout_seconds):
+                return await self._engine.generate(request)
+        except asyncio.CancelledError:
+            closing = asyncio.ensure_future(
+                self._commit(session, call, CallEnd(outcome="cancelled", error="the client is gone"))
+            )
+            await asyncio.shield(closing)
+            raise
+        except TimeoutError as exc:
+            seconds = self._settings.engine_timeout_seconds
+            late = EngineTimeout(
+                f"the engine gave no answer in {seconds:g} s", fix="raise engine_timeout_seconds or lower the load"
+            )
+            raise await self._engine_failed(session, call, late) from exc
+        except EngineError as exc:
+            raise await self._engine_failed(session, call, exc) from exc
+
+    async def _engine_failed(self, session: GatewaySession, call: StoredCall, error: EngineError) -> CallFailed:
+        session.flags[f"engine_{error.kind}"] += 1
+        if not error.policy_can_cause:
+            session.engine_error = str(error)
+        await self._commit(session, call, CallEnd(outcome="failed", error=f"{error.kind}: {error}"))
+        return CallFailed(wire_error_of(error))
+
+    async def _commit(self, session: GatewaySession, call: StoredCall, end: CallEnd) -> None:
+        try:
+            await self._store.finish(session.capture, call, end)
+        except CaptureError as exc:
+            raise self._capture_failed(session, exc) from exc
+
+    def _capture_failed(self, session: GatewaySession, error: CaptureError) -> CallFailed:
+        session.capture_error = str(error)
+        fault = Fault.STORAGE_FULL if isinstance(error, DiskFull) else Fault.INTERNAL
+        return CallFailed(WireError(fault=fault, message=str(error)))
+
+    async def _clamped(self, request: ChatRequest, sampling: EffectiveSampling, body_size: int) -> EffectiveSampling:
+        """``max_tokens`` beyond the window is clamped, not refused; the prompt is counted only where it can matter."""
+        window = self._engine.info.window
+        if window is None or sampling.max_tokens is None:
+            return sampling
+        if body_size // _BYTES_PER_TOKEN + sampling.max_tokens <= window:
+            return sampling
+        try:
+            room = window - await self._engine.count_tokens(request)
+        except EngineError:
+            return msgspec.structs.replace(sampling, max_tokens=min(sampling.max_tokens, window))
+        return msgspec.structs.replace(sampling, max_tokens=max(1, min(sampling.max_tokens, room)))
+
+    def _final_answer(self, session: GatewaySession, request: ChatRequest) -> Answer:
+        """The budget is spent: a whole, tool-free reply that no engine sampled and that nothing trains."""
+        session.flags["budget_exhausted"] += 1
+        if session.flags["budget_exhausted"] > FREE_FINAL_ANSWERS:
+            raise CallFailed(
+                WireError(
+                    fault=Fault.RATE_LIMITED, message="the session's call or token budget is spent", retry_after=3600
+                )
+            )
+        reply = ChatReply(text="The budget of this session is spent. I stop here.", finish_reason="stop")
+        reply_id = f"{session.session_id}.budget{session.flags['budget_exhausted']}"
+        return Answer(reply=reply, head=self._head(reply_id, request), call=None)
+
+    def _head(self, reply_id: str, request: ChatRequest) -> ReplyHead:
+        return ReplyHead(reply_id=f"chatcmpl-{reply_id}", created=int(self._clock()), model=request.model)
+
+
+def wire_error_of(error: EngineError) -> WireError:
+    """What a client is told of an engine failure."""
+    match error:
+        case ContextOverflow():
+            return WireError(fault=Fault.CONTEXT_OVERFLOW, message=error.message, field="messages")
+        case EngineRejected():
+            return WireError(fault=Fault.BAD_REQUEST, message=error.message)
+        case EngineUnavailable():
+            return WireError(fault=Fault.UNAVAILABLE, message=error.message, retry_after=error.retry_after)
+        case _:
+            return WireError(fault=Fault.INTERNAL, message=error.message)
+
+
+def _with_usage(reply: EngineReply) -> ChatReply:
+    """Usage that clients can rely on: by ids where there are ids."""
+    usage = reply.reply.usage
+    if reply.prompt_ids is not None and reply.sampled_ids is not None:
+        usage = Usage(
+            prompt_tokens=len(reply.prompt_ids),
+            completion_tokens=len(reply.sampled_ids),
+            cached_tokens=usage.cached_tokens,
+        )
+    return msgspec.structs.replace(reply.reply, usage=usage)
+
+
+def _end_of(reply: EngineReply, shown: ChatReply, request: ChatRequest, vocab_size: int | None) -> CallEnd:
+    verdict = judge(
+        prompt_ids=reply.prompt_ids,
+        sampled_ids=reply.sampled_ids,
+        logprobs=reply.logprobs,
+        vocab_size=vocab_size,
+        guided=request.guided,
+    )
+    message: dict[str, Any] = assistant_message(shown)
+    return CallEnd(
+        outcome="ok",
+        finish_reason=reply.finish_reason,
+        prompt_ids=reply.prompt_ids,
+        sampled_ids=reply.sampled_ids,
+        logprobs=reply.logprobs,
+        usage=(shown.usage.prompt_tokens, shown.usage.completion_tokens),
+        policy_spans=reply.policy_spans,
+        exclusion=verdict.exclusion,
+        exclusion_at=verdict.position,
+        exclusion_detail=verdict.detail,
+        reply=_encode(message),
+        upstream_id=reply.upstream_id,
+        flags=reply.flags,
+    )
+
+
+async def _done(answer: Answer) -> Answer:
+    return answer
+
+
+def _forget(session: GatewaySession, digest: bytes, run: CallRun) -> None:
+    if session.in_flight.get(digest) is run:
+        del session.in_flight[digest]
+    if not run.task.cancelled():
+        run.task.exception()

@@ -1,0 +1,96 @@
+"""One HTTP exchange over ASGI: the whole body in, a whole or a streamed reply out, and news of a client that goes away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+from urllib.parse import parse_qs
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+
+_SSE: Headers = [
+    (b"content-type", b"text/event-stream"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+_JSON: Headers = [(b"content-type", b"application/json")]
+
+
+class BodyTooLarge(Exception):
+    """The body is longer than allowed; the rest of it was not read."""
+
+
+class ClientGone(Exception):
+    """The client closed the connection before its request was whole."""
+
+
+class Exchange:
+    """One request and its reply."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.headers: dict[str, str] = {
+            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
+        }
+        self._query: bytes = scope.get("query_string", b"")
+        self._receive = receive
+        self._send = send
+        self._watch: asyncio.Task[None] | None = None
+
+    def query(self, name: str) -> str:
+        return (parse_qs(self._query.decode("latin-1")).get(name) or [""])[0]
+
+    async def body(self, limit: int) -> bytes:
+        if int(self.headers.get("content-length") or 0) > limit:
+            raise BodyTooLarge
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            part: bytes = message.get("body", b"")
+            size += len(part)
+            if size > limit:
+                raise BodyTooLarge
+            parts.append(part)
+            if not message.get("more_body"):
+                return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def watch(self) -> asyncio.Task[None]:
+        """A task that ends when the client goes away. Call after the body is read."""
+        if self._watch is None:
+            self._watch = asyncio.create_task(self._wait_for_disconnect())
+        return self._watch
+
+    @property
+    def client_gone(self) -> bool:
+        return self._watch is not None and self._watch.done()
+
+    async def close(self) -> None:
+        if self._watch is not None and not self._watch.done():
+            self._watch.cancel()
+            await asyncio.wait([self._watch])
+
+    async def reply(self, status: int, body: bytes, headers: Headers | None = None) -> None:
+        fields = [*_JSON, (b"content-length", str(len(body)).encode()), *(headers or [])]
+        await self._send({"type": "http.response.start", "status": status, "headers": fields})
+        await self._send({"type": "http.response.body", "body": b"" if self.method == "HEAD" else body})
+
+    async def begin_events(self) -> None:
+        await self._send({"type": "http.response.start", "status": 200, "headers": _SSE})
+
+    async def event(self, data: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end_events(self, data: bytes = b"") -> None:
+        await self._send({"type": "http.response.body", "body": data})
+
+    async def _wait_for_disconnect(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass

@@ -1,0 +1,105 @@
+"""Session keys and what the gateway knows of each live session.
+
+Invariants: only a digest of a key is kept; a key opens its own attempt's model endpoint and nothing else; it ends with the
+attempt and then says so (410), for as long as the node lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import secrets
+from collections import Counter, OrderedDict
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from polynya.capture.store import SessionCapture
+from polynya.dialects.base import Fault
+from polynya.schema import Budgets, SamplingSpec
+
+if TYPE_CHECKING:
+    from polynya.gateway.calls import Answer, CallRun
+
+_REPLAYS = 8
+"""Replies of a session that a retry can still get."""
+_ENDED_KEYS = 100_000
+FREE_FINAL_ANSWERS = 4
+"""Calls after the budget is spent that get a well-formed final answer, before they are refused."""
+
+
+class SessionGrant(msgspec.Struct, frozen=True, kw_only=True):
+    """What a session is opened with."""
+
+    session_id: str
+    attempt: int = 1
+    sampling: SamplingSpec = SamplingSpec()
+    budgets: Budgets = Budgets()
+
+
+class GatewaySession:
+    """A live session attempt. Used from the event loop only."""
+
+    def __init__(self, grant: SessionGrant, capture: SessionCapture, calls_in_flight: int) -> None:
+        self.grant = grant
+        self.capture = capture
+        self.slots = asyncio.Semaphore(calls_in_flight)
+        self.in_flight: dict[bytes, CallRun] = {}
+        self.replies: OrderedDict[bytes, Answer] = OrderedDict()
+        self.flags: Counter[str] = Counter()
+        self.calls_begun = 0
+        self.refused_after_budget = 0
+        self.capture_error = ""
+        """Not empty: a record could not be written, so the session is an infrastructure failure."""
+        self.engine_error = ""
+        """The last engine failure that the policy cannot cause."""
+        self.closed = False
+
+    @property
+    def session_id(self) -> str:
+        return self.grant.session_id
+
+    @property
+    def budget_spent(self) -> bool:
+        budgets = self.grant.budgets
+        calls = budgets.calls is not None and self.calls_begun >= budgets.calls
+        return calls or (budgets.tokens is not None and self.capture.sampled_tokens >= budgets.tokens)
+
+    def keep_reply(self, digest: bytes, answer: Answer) -> None:
+        self.replies[digest] = answer
+        self.replies.move_to_end(digest)
+        while len(self.replies) > _REPLAYS:
+            self.replies.popitem(last=False)
+
+
+class Keyring:
+    """Session keys of one gateway: ``ply_session_<kid>_<secret>``."""
+
+    def __init__(self) -> None:
+        self._live: dict[str, tuple[bytes, GatewaySession]] = {}
+        self._ended: OrderedDict[str, bytes] = OrderedDict()
+
+    def issue(self, session: GatewaySession) -> str:
+        kid, secret = secrets.token_hex(8), secrets.token_hex(32)
+        self._live[kid] = (_digest(secret), session)
+        return f"ply_session_{kid}_{secret}"
+
+    def revoke(self, session: GatewaySession) -> None:
+        for kid in [kid for kid, (_, owner) in self._live.items() if owner is session]:
+            self._ended[kid] = self._live.pop(kid)[0]
+        while len(self._ended) > _ENDED_KEYS:
+            self._ended.popitem(last=False)
+
+    def find(self, key: str) -> GatewaySession | Fault:
+        """The key's session, or UNAUTHORISED (never issued), or GONE (ended)."""
+        kid, _, secret = key.removeprefix("ply_session_").partition("_")
+        digest = _digest(secret)
+        stored, session = self._live.get(kid, (self._ended.get(kid, b"\0" * 32), None))
+        if not hmac.compare_digest(stored, digest):
+            return Fault.UNAUTHORISED
+        return session if session is not None else Fault.GONE
+
+
+def _digest(secret: str) -> bytes:
+    return hashlib.sha256(secret.encode()).digest()
