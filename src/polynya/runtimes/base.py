@@ -72,8 +72,17 @@ class Runtime(Protocol):
     ) -> ExecResult:
         """Run a program. ``cwd`` defaults to ``workdir``. ``env`` is added to the runtime's own clean environment.
 
-        ``stdout``/``stderr``: host files that get the whole output (up to ``max_output`` bytes each) as it comes;
-        without them it is returned. On time-out and on cancellation every process that the program started is killed.
+        ``stdout``/``stderr``: host files that get the whole output as it comes. Beyond ``max_output`` bytes the middle
+        is left out and the end is kept; the last 64 KiB are returned as well. Without a file up to ``max_output``
+        bytes, the last ones, are returned. On time-out and on cancellation every process that the program started is
+        killed. What a program that ends by itself leaves in the background lives on, and never delays the return.
+        """
+        ...
+
+    async def kill_all(self) -> None:
+        """Kill every program inside, also what runs in the background. The sandbox and its files stay.
+
+        The node calls it after the harness and before it copies the workspace.
         """
         ...
 
@@ -84,7 +93,9 @@ class Runtime(Protocol):
         """
         ...
 
-    async def destroy(self) -> None: ...
+    async def destroy(self) -> None:
+        """Kill everything inside and remove the workspace and the home folder. May be called again."""
+        ...
 
 
 class RuntimeProvider(Protocol):
