@@ -283,6 +283,55 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     """JSON list of tool definitions, ``[]`` when none."""
 
 
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """One model call: a row of ``calls.parquet``. The prompt is ``base``'s ``(prompt + sampled)[:base_keep]`` + ``context_ids``."""
+
+    call_id: str
+    session_id: str
+    attempt: int
+    index: int
+    """Order of begin in its attempt."""
+    dialect: str
+    lane: str
+    model: str
+    outcome: str
+    """``ok``, ``cancelled``, ``failed``, ``unfinished``."""
+    error: str
+    t_start: float
+    t_end: float | None
+    finish_reason: str
+    prompt_len: int
+    sampled_len: int
+    parent_call_id: str | None
+    """The call whose prompt and sampled ids this prompt strictly extends."""
+    base_call_id: str | None
+    base_keep: int
+    context_ids: Int32Array
+    completion_ids: Int32Array
+    logprobs: Float32Array
+    policy_spans: list[PolicySpan]
+    trainable: bool
+    exclusion: str | None
+    exclusion_detail: str
+    delivered: bool
+    sampling: str
+    """JSON of the values sent upstream."""
+    request: str
+    """JSON list of the messages that the base call's request does not hold."""
+    reply: str
+    """JSON of the assistant message."""
+    flags: str
+    """JSON object of counted oddities."""
+
+
+class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
+    """All that one session attempt gives a trainer."""
+
+    traces: list[Trace]
+    calls: list[Call]
+    ledger: Ledger
+
+
 class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     """What made the tokens. None: the engine does not say."""
 

@@ -25,6 +25,7 @@ from polynya.dialects.neutral import (
     Usage,
 )
 
+_NULL = msgspec.Raw(b"null")
 _DELTA_CHARS = 256
 """Characters of a synthetic delta: few large deltas are valid and cheap."""
 
@@ -74,8 +75,8 @@ class _WireRequest(msgspec.Struct):
     model: str
     messages: list[msgspec.Raw]
     tools: list[msgspec.Raw] | None = None
-    tool_choice: msgspec.Raw | None = None
-    response_format: msgspec.Raw | None = None
+    tool_choice: msgspec.Raw = _NULL
+    response_format: msgspec.Raw = _NULL
     parallel_tool_calls: bool | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
@@ -94,7 +95,7 @@ class _WireRequest(msgspec.Struct):
     logit_bias: dict[str, float] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    chat_template_kwargs: msgspec.Raw | None = None
+    chat_template_kwargs: msgspec.Raw = _NULL
 
 
 _KNOWN = {field.name for field in msgspec.structs.fields(_WireRequest)}
@@ -137,15 +138,15 @@ class OpenAIChat:
             messages=[_parse_message(raw, f"messages[{i}]") for i, raw in enumerate(wire.messages)],
             tools=_parse_tools(wire.tools or []),
             tools_raw=msgspec.Raw(_encode(wire.tools)) if wire.tools else None,
-            tool_choice=wire.tool_choice,
-            response_format=wire.response_format,
+            tool_choice=_given(wire.tool_choice),
+            response_format=_given(wire.response_format),
             parallel_tool_calls=wire.parallel_tool_calls,
             sampling=_sampling(wire, max_tokens),
             stream=bool(wire.stream),
             include_usage=bool(wire.stream_options and wire.stream_options.include_usage),
             wants_logprobs=bool(wire.logprobs),
             wants_top_logprobs=wire.top_logprobs or 0,
-            template_kwargs=wire.chat_template_kwargs,
+            template_kwargs=_given(wire.chat_template_kwargs),
             leftovers={key: value for key, value in _object.decode(body).items() if key not in _KNOWN},
         )
 
@@ -219,6 +220,12 @@ def _decode(decoder: msgspec.json.Decoder[Any], raw: bytes | msgspec.Raw, where:
         raise BadRequest(f"{field or 'body'}: {text}", field=field) from exc
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise BadRequest(f"{where or 'body'} is not JSON: {exc}", field=where) from exc
+
+
+def _given(raw: msgspec.Raw) -> msgspec.Raw | None:
+    """A copy that does not hold the whole body, or None for null. (msgspec decodes ``Raw | None`` as null only.)"""
+    value = bytes(raw)
+    return None if value == b"null" else msgspec.Raw(value)
 
 
 def _parse_message(raw: msgspec.Raw, where: str) -> ChatMessage:

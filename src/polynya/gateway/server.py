@@ -14,6 +14,7 @@ import ipaddress
 import socket
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import uvicorn
 

@@ -1,0 +1,71 @@
+"""What can be known before a session starts: names, settings, and whether the parts work on this machine.
+
+The rooms above ask here, since runtimes, harnesses and evaluators are known to the node only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from polynya import evaluators, harnesses, runtimes
+from polynya.errors import TaskFileError
+from polynya.harnesses.base import Progress
+from polynya.runtimes.base import Check
+from polynya.schema import TaskSpec
+from polynya.tokens import BUILDERS
+
+__all__ = ["Check", "checks", "preflight", "sweep", "validate"]
+
+
+async def preflight(tasks: Iterable[TaskSpec], cache: Path, progress: Progress) -> None:
+    """Check every name and setting, then install each harness once and find each runtime.
+
+    Raises TaskFileError for a task that can never run, HarnessMissing or RuntimeUnavailable for a part that is not here.
+    """
+    tasks = list(tasks)
+    for task in tasks:
+        validate(task)
+    for name in dict.fromkeys(task.runtime.name for task in tasks):
+        await runtimes.provider(name)
+    seen: set[tuple[str, str | None]] = set()
+    for task in tasks:
+        key = (task.harness.name, task.harness.version)
+        if key not in seen:
+            seen.add(key)
+            await harnesses.harness(task.harness.name).install(task.harness, cache, progress)
+
+
+def validate(task: TaskSpec) -> None:
+    """Raises PolynyaError naming task, field and value."""
+    where = f"task {task.task_id}"
+    harnesses.harness(task.harness.name).validate(task.harness)
+    if task.harness.mcp_servers:
+        raise TaskFileError(f"{where}: harness.mcp_servers is not served yet", fix="leave it out")
+    if task.callback is not None:
+        raise TaskFileError(
+            f"{where}: callback {task.callback!r} needs the rollout server", fix="leave it out: results are in --out"
+        )
+    for spec in task.evaluator:
+        evaluators.evaluator(spec.name).validate(spec.settings)
+    if task.builder.name not in BUILDERS:
+        raise TaskFileError(
+            f"{where}: builder.name {task.builder.name!r} is unknown", fix=f"use one of {', '.join(sorted(BUILDERS))}"
+        )
+
+
+async def checks(cache: Path) -> dict[str, list[Check]]:
+    """What works here: every runtime and every harness."""
+    return {
+        "runtime": [await provider.check() for provider in runtimes.all_providers()],
+        "harness": [await harness.check(cache) for harness in harnesses.all_harnesses()],
+    }
+
+
+async def sweep(label_prefix: str) -> list[str]:
+    """Remove what a killed process left behind, in every runtime that works here."""
+    found: list[str] = []
+    for provider in runtimes.all_providers():
+        if (await provider.check()).ok:
+            found += await provider.sweep(label_prefix)
+    return found
