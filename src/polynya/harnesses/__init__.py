@@ -1,1 +1,28 @@
-"""."""
+"""The harnesses, found by name. A third party registers one under the entry point group ``polynya.harnesses``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import entry_points
+
+from polynya.errors import HarnessMissing
+from polynya.harnesses.base import Harness
+from polynya.harnesses.pi import Pi
+from polynya.harnesses.shell import Shell
+
+BUILT_IN: dict[str, Callable[[], Harness]] = {"pi": Pi, "shell": Shell}
+GROUP = "polynya.harnesses"
+
+
+def names() -> list[str]:
+    return sorted({*BUILT_IN, *(point.name for point in entry_points(group=GROUP))})
+
+
+def harness(name: str) -> Harness:
+    """The harness of that name. Raises HarnessMissing that lists the known ones."""
+    if name in BUILT_IN:
+        return BUILT_IN[name]()
+    for point in entry_points(group=GROUP, name=name):
+        made: Harness = point.load()()
+        return made
+    raise HarnessMissing(f"harness.name {name!r} is not known", fix=f"use one of {', '.join(names())}")

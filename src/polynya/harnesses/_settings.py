@@ -1,0 +1,39 @@
+"""Reads the settings of a harness strictly.
+
+Invariant: a setting that is not declared, or has another type than declared, is TaskFileError with name, value and fix.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+from polynya.errors import TaskFileError
+from polynya.schema import HarnessSpec
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+def read(spec: HarnessSpec, kind: type[T]) -> T:
+    known = ", ".join(kind.__struct_fields__) or "none"
+    for name in spec.settings:
+        if name not in kind.__struct_fields__:
+            raise TaskFileError(
+                f"harness.settings.{name}: {spec.name} does not know it (value {spec.settings[name]!r:.120})",
+                fix=f"known settings: {known}",
+            )
+    try:
+        return msgspec.convert(spec.settings, kind, strict=True)
+    except msgspec.ValidationError as exc:
+        raise TaskFileError(
+            f"harness.settings of {spec.name}: {exc} (value {spec.settings!r:.200})", fix=f"known settings: {known}"
+        ) from exc
+
+
+def refuse_mcp(spec: HarnessSpec) -> None:
+    if spec.mcp_servers:
+        raise TaskFileError(
+            f"harness.mcp_servers: {spec.name} gets no MCP servers from polynya yet (value {spec.mcp_servers!r:.120})",
+            fix="leave mcp_servers out",
+        )
