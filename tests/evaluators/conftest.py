@@ -13,7 +13,7 @@ from polynya.evaluators import grading_binds
 from polynya.evaluators.base import EvalContext, Outcome
 from polynya.runtimes.base import Runtime
 from polynya.runtimes.bubblewrap import BubblewrapProvider
-from polynya.runtimes.workspace import copy_workspace
+from polynya.runtimes.files import copy_workspace
 from polynya.schema import RuntimeSpec, Status
 
 
@@ -37,7 +37,7 @@ def context(tmp_path: Path, workspace: Path) -> Callable[..., EvalContext]:
             root=tmp_path / f"fresh{number}",
             binds=grading_binds(),
         )
-        await copy_workspace(workspace, runtime.workspace)
+        copy_workspace(workspace, runtime.workspace)
         return runtime
 
     def make(status: Status = Status.COMPLETED, timeout: float = 120.0, **fields: Any) -> EvalContext:

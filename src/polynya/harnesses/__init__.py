@@ -26,3 +26,9 @@ def harness(name: str) -> Harness:
         made: Harness = point.load()()
         return made
     raise HarnessMissing(f"harness.name {name!r} is not known", fix=f"use one of {', '.join(names())}")
+
+
+def all_harnesses() -> list[Harness]:
+    """One of each, built-in and registered."""
+    registered = [point.load() for point in entry_points(group=GROUP)]
+    return [make() for make in (*BUILT_IN.values(), *registered)]

@@ -39,3 +39,9 @@ async def provider(name: str | None = None) -> RuntimeProvider:
         made: RuntimeProvider = point.load()()
         return made
     raise RuntimeUnavailable(f"runtime.name {name!r} is not known", fix=f"use one of {', '.join(names())}")
+
+
+def all_providers() -> list[RuntimeProvider]:
+    """One of each, built-in and registered."""
+    registered = [point.load() for point in entry_points(group=GROUP)]
+    return [make() for make in (*BUILT_IN.values(), *registered)]

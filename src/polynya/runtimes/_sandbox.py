@@ -7,12 +7,12 @@ of the call. It refuses to reuse a folder that already holds files: a workspace 
 from __future__ import annotations
 
 import asyncio
-import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from polynya.errors import RuntimeFailure
 from polynya.runtimes.base import ExecResult
+from polynya.runtimes.files import remove_tree
 from polynya.runtimes.limits import Limits
 from polynya.runtimes.programs import Programs
 
@@ -47,6 +47,7 @@ class Sandbox:
         self._programs = programs
         self._limits = limits
         self._folders = list(folders)
+        """Removed at the end. The workspace is not among them: it is what the agent made."""
         self._ending: asyncio.Task[None] | None = None
 
     async def exec(
@@ -86,7 +87,7 @@ class Sandbox:
         self._programs.close()
         await self._stop()
         await asyncio.to_thread(self._limits.remove)
-        await asyncio.to_thread(remove, self._folders)
+        await asyncio.to_thread(remove_tree, *self._folders)
 
     async def _stop(self) -> None:
         """Kill everything that belongs to the sandbox."""
@@ -106,28 +107,3 @@ def make_folders(root: Path, names: Sequence[str]) -> list[Path]:
             raise RuntimeFailure(f"{folder} is not empty", fix="give each sandbox a root folder of its own")
         folders.append(folder.absolute())
     return folders
-
-
-def remove(folders: Sequence[Path]) -> None:
-    """Remove trees that an agent made: any depth, any permission bits.
-
-    ``rm`` and not shutil: trees deeper than Python's recursion limit, or than PATH_MAX, are a cheap trick.
-    """
-    names = [str(folder) for folder in folders if folder.exists()]
-    if not names:
-        return
-    if _run("rm", "-rf", "--", *names).returncode == 0:
-        return
-    _run("chmod", "-R", "u+rwX", "--", *names)
-    again = _run("rm", "-rf", "--", *names)
-    if again.returncode != 0:
-        raise RuntimeFailure(
-            f"cannot remove {', '.join(names)}: {again.stderr[-500:].decode(errors='replace').strip()}",
-            fix="remove it by hand",
-        )
-
-
-def _run(*argv: str) -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run(
-        argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=False
-    )

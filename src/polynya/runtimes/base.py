@@ -1,6 +1,6 @@
 """The sandbox behind one interface.
 
-Invariants: ``destroy`` is idempotent and leaves no process, mount or directory behind; a time-out kills the whole
+Invariants: ``destroy`` is idempotent and leaves no process and no mount behind; a time-out kills the whole
 process tree inside; a program's output is capped, not buffered without bound; a runtime never sees another session's
 files. A failure of the sandbox is RuntimeFailure, a failure of the program in it is an exit code.
 """
@@ -94,7 +94,11 @@ class Runtime(Protocol):
         ...
 
     async def destroy(self) -> None:
-        """Kill everything inside and remove the workspace and the home folder. May be called again."""
+        """Kill everything inside and remove the home folder. May be called again.
+
+        The workspace stays, to be copied and graded; it goes with ``root``, which is the caller's
+        (``files.remove_tree`` removes what an agent may have made of it).
+        """
         ...
 
 

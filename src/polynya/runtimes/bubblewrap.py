@@ -25,8 +25,9 @@ from pathlib import Path
 
 from polynya.errors import RuntimeFailure, RuntimeUnavailable
 from polynya.runtimes import limits, marks
-from polynya.runtimes._sandbox import SYSTEM_PATH, Sandbox, make_folders, remove
+from polynya.runtimes._sandbox import SYSTEM_PATH, Sandbox, make_folders
 from polynya.runtimes.base import Bind, Check
+from polynya.runtimes.files import remove_tree
 from polynya.runtimes.local import sweep
 from polynya.runtimes.programs import LABEL, Namespaces, Programs
 from polynya.schema import RuntimeSpec
@@ -106,7 +107,7 @@ class BubblewrapProvider:
         except RuntimeFailure as exc:
             return Check(name=self.name, ok=False, detail=exc.message, fix=exc.fix or NO_NAMESPACES)
         finally:
-            await asyncio.to_thread(remove, [root])
+            await asyncio.to_thread(remove_tree, root)
         return Check(name=self.name, ok=True, detail=bwrap)
 
     async def create(
@@ -131,7 +132,7 @@ class BubblewrapProvider:
         except BaseException:
             await asyncio.to_thread(marks.kill_labelled, label.__eq__)
             await asyncio.to_thread(held.remove)
-            await asyncio.to_thread(remove, [workspace, home])
+            await asyncio.to_thread(remove_tree, workspace, home)
             raise
         return runtime
 
@@ -169,7 +170,7 @@ class BubblewrapProvider:
             env={"PATH": SYSTEM_PATH, **spec.env},
             programs=Programs(label, namespaces=namespaces, groups=held.groups, kill_orphans=kill_orphans),
             limits=held,
-            folders=[workspace, home],
+            folders=[home],
         )
         runtime._process, runtime._first, runtime._namespaces, runtime._isolated = process, first, namespaces, isolated
         return runtime

@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import shutil
 import stat
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
-from polynya.errors import HarnessFailed, WorkspaceError
+from polynya.errors import HarnessFailed, RuntimeFailure, WorkspaceError
 
 MAX_BYTES = 512 << 20
 MAX_FILES = 200_000
@@ -57,7 +58,7 @@ def _write(target: Path, text: str) -> None:
         os.fchmod(fd, mode)
 
 
-def copy_tree(src: Path, dst: Path, *, max_bytes: int = MAX_BYTES, max_files: int = MAX_FILES) -> None:
+def copy_workspace(src: Path, dst: Path, *, max_bytes: int = MAX_BYTES, max_files: int = MAX_FILES) -> None:
     """Copy regular files, folders and links (as links, never followed) from ``src`` into the folder ``dst``.
 
     FIFOs, sockets and devices are left out; set-id bits are dropped; links to one file become separate files. Raises
@@ -85,6 +86,29 @@ def copy_tree(src: Path, dst: Path, *, max_bytes: int = MAX_BYTES, max_files: in
                     f"the workspace {src} cannot be copied for grading: {source[-200:]}: {exc}",
                     fix="the agent left a file that cannot be read, or a path that is too long",
                 ) from exc
+
+
+def remove_tree(*folders: Path) -> None:
+    """Remove trees that an agent made: any depth, any permission bits.
+
+    ``rm`` and not shutil: trees deeper than Python's recursion limit, or than PATH_MAX, are a cheap trick.
+    """
+    names = [str(folder) for folder in folders if folder.exists() or folder.is_symlink()]
+    if not names or _run("rm", "-rf", "--", *names).returncode == 0:
+        return
+    _run("chmod", "-R", "u+rwX", "--", *names)
+    again = _run("rm", "-rf", "--", *names)
+    if again.returncode != 0:
+        raise RuntimeFailure(
+            f"cannot remove {', '.join(names)}: {again.stderr[-500:].decode(errors='replace').strip()}",
+            fix="remove it by hand",
+        )
+
+
+def _run(*argv: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=False
+    )
 
 
 class _Budget:

@@ -62,7 +62,7 @@ class LocalProvider:
             env={"PATH": os.environ.get("PATH", SYSTEM_PATH), "TMPDIR": str(tmp), **spec.env},
             programs=Programs(label, groups=held.groups, kill_orphans=kill_orphans),
             limits=held,
-            folders=[workspace, home, tmp],
+            folders=[home, tmp],
         )
 
     async def sweep(self, label_prefix: str) -> list[str]:

@@ -16,10 +16,11 @@ import tempfile
 from pathlib import Path
 
 from polynya.errors import WorkspaceError
-from polynya.runtimes.files import check_path, copy_tree, write_files
+from polynya.runtimes.base import Runtime
+from polynya.runtimes.files import check_path, copy_workspace, write_files
 from polynya.schema import RepoSpec, RuntimeSpec
 
-__all__ = ["copy_workspace", "lay_out"]
+__all__ = ["copy_workspace", "lay_out", "prepare_workspace"]
 
 _DATE = "2000-01-01T00:00:00+0000"
 _QUIET = [
@@ -46,9 +47,17 @@ async def lay_out(spec: RuntimeSpec, workspace: Path) -> None:
         await _commit(git, workspace)
 
 
-async def copy_workspace(src: Path, dst: Path) -> None:
-    """A copy for grading, within the caps of ``copy_tree``. Raises HarnessFailed beyond them."""
-    await asyncio.to_thread(copy_tree, src, dst)
+async def prepare_workspace(spec: RuntimeSpec, runtime: Runtime) -> None:
+    """Lay out the workspace, then run the ``prepare`` commands inside, one after another."""
+    await lay_out(spec, runtime.workspace)
+    for number, command in enumerate(spec.prepare):
+        result = await runtime.exec(["/bin/sh", "-c", command])
+        if result.exit_code != 0:
+            words = (result.stderr or result.stdout)[-800:].decode(errors="replace").strip()
+            raise WorkspaceError(
+                f"runtime.prepare[{number}]: {command!r:.200} ended with {result.exit_code}: {words}",
+                fix="try the command inside such a runtime; it has no network unless `network: open`",
+            )
 
 
 async def _check_out(git: str, repo: RepoSpec, workspace: Path) -> None:
