@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -19,6 +20,12 @@ from polynya.gateway.server import Gateway
 from polynya.gateway.sessions import GatewaySession, SessionGrant
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    """Let the loop run until it holds. No clock: a condition that never holds is the test runner's time-out."""
+    while not condition():  # noqa: ASYNC110  what is waited for has no event of its own
+        await asyncio.sleep(0)
+
+
 class Rig:
     """One gateway, its store and a client session."""
 
@@ -30,6 +37,15 @@ class Rig:
         self.engine = engine
         self.client = client
         self.journal = journal
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        await until(condition)
+
+    async def idle(self) -> None:
+        """All exchanges have ended on the gateway's side."""
+        app = self.gateway.app
+        assert app is not None
+        await until(lambda: app.active == 0)
 
     async def open(self, session_id: str = "t.0", **grant: Any) -> Agent:
         session, key = await self.gateway.open_session(SessionGrant(session_id=session_id, **grant))

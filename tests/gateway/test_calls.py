@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -35,7 +36,7 @@ async def test_each_prompt_of_an_echoing_agent_extends_the_call_before(make_rig:
     for i in range(5):
         await agent.say(f"turn {i}")
     calls = agent.session.capture.calls
-    for earlier, later in zip(calls, calls[1:], strict=False):
+    for earlier, later in itertools.pairwise(calls):
         full = earlier.full_ids
         np.testing.assert_array_equal(later.prompt_ids[: len(full)], full)
         assert later.keep == len(full)
@@ -118,8 +119,7 @@ async def test_equal_requests_in_flight_are_one_engine_call(make_rig: MakeRig) -
     agent = await rig.open()
     posts = [asyncio.create_task(agent.post(agent.body())) for _ in range(2)]
     await rig.engine.until(lambda: rig.engine.in_flight == 1)
-    while agent.session.flags["joined_requests"] == 0:
-        await asyncio.sleep(0)
+    await rig.until(lambda: agent.session.flags["joined_requests"] == 1)
     rig.engine.desk.release()
     (_, first), (_, second) = await asyncio.gather(*posts)
     assert first == second

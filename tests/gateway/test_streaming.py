@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable
 from typing import Any
@@ -77,13 +76,11 @@ async def test_reply_that_was_not_delivered_is_replayed_to_the_retry(make_rig: M
     async with rig.client.post(agent.url, json=agent.body(stream=True)) as response:
         await response.content.read(10)
         response.close()
-    while rig.gateway.app.active:
-        await asyncio.sleep(0)
+    await rig.idle()
     (call,) = agent.session.capture.calls
     assert not call.delivered
     async with rig.client.post(agent.url, json=agent.body(stream=True)) as response:
         assert (await _events(response))[-1] == "[DONE]"
-    while rig.gateway.app.active:
-        await asyncio.sleep(0)
+    await rig.idle()
     assert agent.session.capture.calls == [call]
     assert call.delivered

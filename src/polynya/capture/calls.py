@@ -109,19 +109,18 @@ class StoredCall:
         ids = np.empty(total, dtype=np.int32)
         call: StoredCall = self
         end = total
-        while end:
+        while True:
             start = min(end, call._keep)
             ids[start:end] = call._context[: end - start]
             end = start
             base = call._id_base
-            if base is None or not end:
-                break
+            if base is None or end == 0:
+                return ids
             base_prompt = base._keep + len(base._context)
             if end > base_prompt:
                 ids[base_prompt:end] = base._sampled[: end - base_prompt]
                 end = base_prompt
             call = base
-        return ids
 
     @property
     def full_ids(self) -> Int32Array:

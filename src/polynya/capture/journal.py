@@ -102,6 +102,8 @@ class Journal:
 
     def _commit(self, group: list[_Entry]) -> None:
         try:
+            if self._fd < 0:
+                self._open_segment()
             self._write(b"".join(framing.frame(self._sync, encode(entry.record)) for entry in group))
             _settle([entry for entry in group if not entry.durable], None)
             durable = [entry for entry in group if entry.durable]
@@ -117,8 +119,6 @@ class Journal:
             self._recover_segment()
 
     def _write(self, data: bytes) -> None:
-        if self._fd < 0:
-            self._open_segment()
         view = memoryview(data)
         while view:
             view = view[os.write(self._fd, view) :]

@@ -237,8 +237,6 @@ def replay(records: Iterable[Record]) -> dict[tuple[str, int], SessionCapture]:
                     call.delivered = True
             case SessionSealed():
                 capture.sealed = True
-            case SessionOpened():
-                pass
     return sessions
 
 

@@ -104,8 +104,9 @@ class Gateway:
         if server is None:
             raise RuntimeError("the gateway is not started")
         config = server.config
+        make: Any = config.http_protocol_class
         protocol = functools.partial(
-            config.http_protocol_class, config=config, server_state=server.server_state, app_state={}
+            make, config=config, server_state=server.server_state, app_state={}
         )
         extra = await asyncio.get_running_loop().create_server(protocol, sock=listener)
         self._extra.setdefault(session, []).append(extra)
