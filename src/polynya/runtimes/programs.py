@@ -92,7 +92,7 @@ class _Supervised:
 
     def kill(self) -> None:
         self.killed = True
-        if self.writer is not None:
+        if self.writer is not None and not self.writer.is_closing():
             self.writer.write(b"k")
 
     async def end(self) -> None:
