@@ -14,6 +14,7 @@ import asyncio
 import base64
 import contextlib
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -28,10 +29,13 @@ from polynya.viewer import load, render
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 FLAGS = (
-    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
+    "--headless=new", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
     "--disable-default-apps", "--disable-dev-shm-usage", "--disable-extensions", "--disable-sync", "--no-first-run",
     "--no-default-browser-check", "--hide-scrollbars", "--metrics-recording-only", "--remote-debugging-port=0",
 )  # fmt: skip
+
+ROOT_FLAGS = ("--no-sandbox",) if hasattr(os, "geteuid") and os.geteuid() == 0 else ()
+"""Chromium refuses its own sandbox to root, as in most containers."""
 
 
 class BrowserError(Exception):
@@ -126,7 +130,7 @@ async def browser() -> AsyncIterator[Page]:
     """A fresh Chromium with one tab, the network off; gone on leaving."""
     with tempfile.TemporaryDirectory(prefix="polynya-view-", ignore_cleanup_errors=True) as profile:
         process = await asyncio.create_subprocess_exec(
-            find_browser(), *FLAGS, f"--user-data-dir={profile}", "about:blank",
+            find_browser(), *FLAGS, *ROOT_FLAGS, f"--user-data-dir={profile}", "about:blank",
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
         )  # fmt: skip
         try:
@@ -177,20 +181,16 @@ def showpiece(run_dir: Path, wanted: str | None) -> tuple[str, str]:
 
 async def pictures(page: Page, url: str, session: str, trace: str, out: Path) -> list[Path]:
     made: list[Path] = []
-    here = {"session": session, "trace": trace}
     for dark in (False, True):
         theme = "dark" if dark else "light"
         await page.size(1360, 900, 2, dark=dark)
-        shots = [("run", "", None), ("session", urlencode(here), None)]
-        shots += [
-            (f"tokens-{v}", urlencode({**here, "view": v}), ".stripbox") for v in ("train", "heat", "version", "edges")
-        ]
-        for name, fragment, target in shots:
-            await page.open(f"{url}#{fragment}")
-            if target:
-                await page.js(
-                    f"document.querySelector({target!r}).scrollIntoView({{block: 'start'}}); scrollBy(0, -90)"
-                )
+        shots = {"run": {}, "session": {"session": session}}
+        for view in ("train", "heat", "version", "edges"):
+            shots[f"tokens-{view}"] = {"session": session, "trace": trace, "view": view}
+        for name, where in shots.items():
+            await page.open(f"{url}#{urlencode(where)}")
+            if "view" in where:
+                await page.js("document.querySelector('.stripbox').scrollIntoView(); scrollBy(0, -76)")
                 for key in "tttll":
                     await page.send("Input.dispatchKeyEvent", type="keyDown", key=key, text=key)
                     await page.send("Input.dispatchKeyEvent", type="keyUp", key=key)
@@ -218,6 +218,15 @@ MEASURE = """(async () => {
   await timed('scroll_to_middle', () => { box.scrollTop = box.scrollHeight / 2; });
   await timed('scroll_to_end', () => { box.scrollTop = box.scrollHeight; });
   await timed('next_low', () => document.querySelectorAll('.stripbox .quiet')[1].click());
+  box.dispatchEvent(new KeyboardEvent('keydown', {key: 'Escape', bubbles: true}));
+  const rect = box.getBoundingClientRect();
+  const start = performance.now();
+  for (let i = 0; i < 30; i++) {
+    const at = {clientX: rect.left + 40 + i * 9, clientY: rect.top + 40 + i * 8, bubbles: true};
+    box.dispatchEvent(new PointerEvent('pointermove', at));
+    await new Promise(requestAnimationFrame);
+  }
+  out.hover_each_with_frame = +((performance.now() - start) / 30).toFixed(1);
   return out;
 })()"""
 

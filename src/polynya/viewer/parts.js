@@ -117,7 +117,10 @@ function verdict(ledger, trainedInTraces) {
   }
   if (trainedInTraces !== null) {
     const same = trainedInTraces === ledger.trained;
-    lines.push(h("p", { class: "check " + (same ? "ok" : "bad"), role: same ? null : "alert" },
+    const lags = !same && !INDEX.run.finished_at;
+    if (lags) lines.push(h("p", { class: "check dim" }, h("b", {}, "…"),
+      `not yet: the traces hold ${num(trainedInTraces)} of ${num(ledger.trained)} trained tokens while the run goes on`));
+    else lines.push(h("p", { class: "check " + (same ? "ok" : "bad"), role: same ? null : "alert" },
       h("b", {}, same ? "✓" : "⚠"),
       same ? "the traces hold exactly as many trained tokens"
         : `the traces hold ${num(trainedInTraces)} trained tokens, the ledger says ${num(ledger.trained)}`));

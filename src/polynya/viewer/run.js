@@ -109,7 +109,7 @@ function tokenCard() {
   const { ledger } = INDEX;
   if (!ledger) return card("Sampled tokens", h("strong", {}, "–"), h("p", { class: "dim" }, "not yet"));
   const { excluded, off } = balance(ledger);
-  const differ = INDEX.has_traces && INDEX.trained_in_traces !== ledger.trained;
+  const differ = INDEX.has_traces && INDEX.run.finished_at && INDEX.trained_in_traces !== ledger.trained;
   return card("Sampled tokens", h("strong", {}, num(ledger.captured), h("small", {}, " captured")), ledgerBar(ledger),
     h("ul", { class: "keys" }, h("li", {}, h("i", { class: "sw trained" }), "trained", h("span", { class: "n" }, num(ledger.trained))),
       h("li", {}, h("i", { class: "sw x0" }), "excluded, with a reason", h("span", { class: "n" }, num(excluded))),
