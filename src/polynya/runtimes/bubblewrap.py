@@ -40,6 +40,10 @@ ETC = (
     "alternatives", "ca-certificates", "ssl/certs", "ssl/openssl.cnf", "pki/tls/certs", "pki/ca-trust/extracted",
     "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "mime.types", "protocols", "services", "localtime",
 )  # fmt: skip
+# Uid 0 of the host needs no capability to write most of /proc/sys (core_pattern: a command that the host runs as root),
+# or to read these files, and bubblewrap leaves them open.
+PROC_READ_ONLY = ("sys", "fs")
+PROC_HIDDEN = ("iomem", "kallsyms", "kcore", "keys", "sched_debug", "timer_list", "vmallocinfo")
 GENERATED = {
     "passwd": "root:x:0:0:agent:/home/agent:/bin/sh\nnobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n",
     "group": "root:x:0:\nnogroup:x:65534:\n",
@@ -209,7 +213,13 @@ def _arguments(spec: RuntimeSpec, label: str, workspace: Path, home: Path, binds
     if spec.network == "open":
         args += ["--ro-bind-try", "/etc/resolv.conf", "/etc/resolv.conf"]
     size = min(TMP_BYTES, spec.memory_mb << 20) if spec.memory_mb else TMP_BYTES
-    args += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(size), "--tmpfs", "/tmp"]
+    args += ["--proc", "/proc", "--dev", "/dev"]
+    if os.geteuid() == 0:
+        for name in PROC_READ_ONLY:
+            args += ["--ro-bind-try", f"/proc/{name}", f"/proc/{name}"]
+        for path in (Path("/proc") / name for name in PROC_HIDDEN):
+            args += ["--ro-bind", "/dev/null", str(path)] if path.exists() else []
+    args += ["--perms", "1777", "--size", str(size), "--tmpfs", "/tmp"]
     args += ["--dir", "/run", "--symlink", "/tmp", "/var/tmp"]
     for bind in binds:
         args += ["--bind" if bind.writable else "--ro-bind", str(bind.source), bind.target]

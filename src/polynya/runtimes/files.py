@@ -71,8 +71,8 @@ def copy_workspace(src: Path, dst: Path, *, max_bytes: int = MAX_BYTES, max_file
         for entry in _entries(here):
             budget.count()
             source, target = os.path.join(here, entry.name), os.path.join(there, entry.name)  # noqa: PTH118
-            about = entry.stat(follow_symlinks=False)
             try:
+                about = entry.stat(follow_symlinks=False)
                 if stat.S_ISLNK(about.st_mode):
                     os.symlink(os.readlink(source), target)  # noqa: PTH115, PTH211
                 elif stat.S_ISDIR(about.st_mode):
@@ -83,7 +83,7 @@ def copy_workspace(src: Path, dst: Path, *, max_bytes: int = MAX_BYTES, max_file
                     _copy_file(source, target, about)
             except OSError as exc:
                 raise HarnessFailed(
-                    f"the workspace {src} cannot be copied for grading: {source[-200:]}: {exc}",
+                    f"the workspace {src} cannot be copied for grading: …{source[-200:]}: {exc.strerror}",
                     fix="the agent left a file that cannot be read, or a path that is too long",
                 ) from exc
 
@@ -136,7 +136,7 @@ def _entries(folder: str) -> list[os.DirEntry[str]]:
         with os.scandir(folder) as found:
             return list(found)
     except OSError as exc:
-        raise HarnessFailed(f"the workspace cannot be read for grading: {folder[-200:]}: {exc}") from exc
+        raise HarnessFailed(f"the workspace cannot be read for grading: …{folder[-200:]}: {exc.strerror}") from exc
 
 
 def _copy_file(source: str, target: str, about: os.stat_result) -> None:

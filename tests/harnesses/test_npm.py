@@ -1,0 +1,105 @@
+"""The installation in the cache, with an ``npm`` that is a script of ours."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from polynya.errors import HarnessMissing
+from polynya.harnesses import npm
+
+PACKAGES = {"tool": "1.2.3"}
+NPM = """#!/bin/sh
+echo "$@" >> "$NPM_LOG"
+while [ "$1" != --prefix ]; do shift; done
+mkdir -p "$2/node_modules/tool"
+"""
+
+
+@pytest.fixture
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    put_npm(tmp_path, NPM)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    monkeypatch.setenv("NPM_LOG", str(tmp_path / "log"))
+    return tmp_path / "log"
+
+
+def put_npm(tmp_path: Path, text: str) -> None:
+    (tmp_path / "bin").mkdir(exist_ok=True)
+    (tmp_path / "bin" / "npm").write_text(text)
+    (tmp_path / "bin" / "npm").chmod(0o755)
+
+
+async def test_it_is_installed_once_at_exact_versions_without_install_scripts(tmp_path: Path, log: Path) -> None:
+    folder, told = npm.folder_of(tmp_path, "tool", "1.2.3"), list[str]()
+    await npm.install("tool", folder, PACKAGES, told.append)
+    await npm.install("tool", folder, PACKAGES, told.append)
+    lines = log.read_text().splitlines()
+    assert len(lines) == 1
+    assert "--ignore-scripts" in lines[0]
+    assert lines[0].endswith(" tool@1.2.3")
+    assert (folder / "node_modules" / "tool").is_dir()
+    assert npm.is_installed(folder, PACKAGES)
+    assert len(told) == 2
+    assert npm.check_of("tool", folder, PACKAGES).detail.startswith("installed")
+
+
+async def test_two_at_once_install_once(tmp_path: Path, log: Path) -> None:
+    put_npm(tmp_path, NPM + "sleep 0.3\n")
+    folder = npm.folder_of(tmp_path, "tool", "1.2.3")
+    await asyncio.gather(*(npm.install("tool", folder, PACKAGES, lambda _: None) for _ in range(3)))
+    assert len(log.read_text().splitlines()) == 1
+
+
+async def test_other_packages_in_the_folder_are_replaced(tmp_path: Path, log: Path) -> None:
+    folder = npm.folder_of(tmp_path, "tool", "1.2.3")
+    await npm.install("tool", folder, {"tool": "1.0.0"}, lambda _: None)
+    await npm.install("tool", folder, PACKAGES, lambda _: None)
+    assert npm.is_installed(folder, PACKAGES)
+
+
+async def test_a_failure_shows_the_last_lines_and_leaves_nothing(tmp_path: Path, log: Path) -> None:
+    put_npm(tmp_path, "#!/bin/sh\nseq 100\necho 'E404 not there' >&2\nexit 7\n")
+    folder = npm.folder_of(tmp_path, "tool", "1.2.3")
+    with pytest.raises(HarnessMissing, match=r"npm ended with 7(.|\n)*E404 not there.*install npm"):
+        await npm.install("tool", folder, PACKAGES, lambda _: None)
+    assert [path.name for path in folder.parent.iterdir()] == [".tool-1.2.3.lock"]
+
+
+async def test_cancelling_kills_npm_and_leaves_nothing(tmp_path: Path, log: Path) -> None:
+    put_npm(tmp_path, "#!/bin/sh\necho $$ > $NPM_LOG\nexec sleep 1000\n")
+    folder = npm.folder_of(tmp_path, "tool", "1.2.3")
+    task = asyncio.ensure_future(npm.install("tool", folder, PACKAGES, lambda _: None))
+    async with asyncio.timeout(30):
+        while not (log.exists() and log.read_text().endswith("\n")):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(log.read_text()), 0)
+    assert [path.name for path in folder.parent.iterdir()] == [".tool-1.2.3.lock"]
+
+
+async def test_what_a_killed_installation_left_is_removed(tmp_path: Path, log: Path) -> None:
+    folder = npm.folder_of(tmp_path, "tool", "1.2.3")
+    (folder.parent / ".tool-1.2.3.new-abc" / "half").mkdir(parents=True)
+    await npm.install("tool", folder, PACKAGES, lambda _: None)
+    assert sorted(path.name for path in folder.parent.iterdir()) == [".tool-1.2.3.lock", "tool-1.2.3"]
+
+
+async def test_without_npm_the_fix_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    folder = npm.folder_of(tmp_path, "tool", "1.2.3")
+    assert not npm.check_of("tool", folder, PACKAGES).ok
+    with pytest.raises(HarnessMissing, match="apt-get install npm"):
+        await npm.install("tool", folder, PACKAGES, lambda _: None)
+
+
+async def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, log: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(HarnessMissing, match="POLYNYA_CACHE"):
+        await npm.install("tool", npm.folder_of(tmp_path / "file", "tool", "1"), PACKAGES, lambda _: None)
