@@ -18,8 +18,8 @@ from polynya.cli.display import Display, final_lines, final_table
 from polynya.cli.engines import EngineOption, ModelOption, make_engine
 from polynya.config import NodeLimits, Settings, cache_dir
 from polynya.errors import TaskFileError
-from polynya.rollout.runner import RunHooks, Runner, RunOptions
 from polynya.rollout.rundir import read_results
+from polynya.rollout.runner import RunHooks, Runner, RunOptions
 from polynya.rollout.tasks import load_tasks
 from polynya.schema import TaskSpec
 

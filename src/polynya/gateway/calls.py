@@ -136,6 +136,7 @@ class Calls:
             )
             answer = Answer(reply=_with_usage(reply), head=self._head(call.call_id, request), call=call)
             await self._commit(session, call, _end_of(reply, answer.reply, request, self._engine.info.vocab_size))
+            session.engine_error = ""
             session.flags.update(reply.flags)
             session.keep_reply(digest, answer)
             return answer

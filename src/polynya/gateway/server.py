@@ -105,9 +105,7 @@ class Gateway:
             raise RuntimeError("the gateway is not started")
         config = server.config
         make: Any = config.http_protocol_class
-        protocol = functools.partial(
-            make, config=config, server_state=server.server_state, app_state={}
-        )
+        protocol = functools.partial(make, config=config, server_state=server.server_state, app_state={})
         extra = await asyncio.get_running_loop().create_server(protocol, sock=listener)
         self._extra.setdefault(session, []).append(extra)
         host, port = listener.getsockname()[:2]

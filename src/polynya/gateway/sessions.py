@@ -53,7 +53,7 @@ class GatewaySession:
         self.capture_error = ""
         """Not empty: a record could not be written, so the session is an infrastructure failure."""
         self.engine_error = ""
-        """The last engine failure that the policy cannot cause."""
+        """An engine failure that the policy cannot cause, and that no later call of the session has made good."""
         self.closed = False
 
     @property

@@ -209,7 +209,7 @@ class _Way:
             return
         if session.capture_error:
             self._end_with(Status.INFRA_ERROR, "CaptureError", "capture", session.capture_error)
-        elif session.engine_error and self._status == Status.FAILED:
+        elif session.engine_error:
             self._end_with(Status.INFRA_ERROR, "EngineUnavailable", "engine", session.engine_error)
         elif session.flags["budget_exhausted"] and self._status != Status.TIMEOUT:
             self._end_with(

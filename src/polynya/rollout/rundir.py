@@ -26,6 +26,8 @@ from polynya.schema import Call, Ledger, SessionResult, Trajectory
 from polynya.tokens.ledger import total
 
 _GROWTH = 1.25
+_ROW_GROUP = 64
+"""Rows that a reader must hold at once: a row may be 35,000 tokens and more."""
 _TABLES = {"calls": CALLS, "traces": TRACES}
 _PARQUET: dict[str, Any] = {"compression": "zstd", "compression_level": 3}
 _decode_result = msgspec.json.Decoder(SessionResult).decode
@@ -197,7 +199,7 @@ class RunDir:
         with _replacing(target) as temporary, pq.ParquetWriter(temporary, schema, **_PARQUET) as writer:
             for table in tables:
                 if table.num_rows:
-                    writer.write_table(table)
+                    writer.write_table(table, row_group_size=_ROW_GROUP)
 
     def _replace(self, target: Path, content: bytes) -> None:
         with _replacing(target) as temporary:

@@ -85,9 +85,8 @@ class Runner:
     async def run(self) -> dict[str, Any]:
         """Returns the summary that also stands in ``run.json``. Raises PolynyaError when the run could not begin or go on."""
         await preflight(self._tasks, self._options.cache, self._hooks.on_progress)
-        record = await asyncio.to_thread(self._open)
         try:
-            return await self._with_engine(record)
+            return await self._with_engine(await asyncio.to_thread(self._open))
         finally:
             await self._engine.close()
             await asyncio.to_thread(self._rundir.close)

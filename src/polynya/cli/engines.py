@@ -1,0 +1,48 @@
+"""``--engine`` and ``--model``, the same in every verb that takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from polynya.config import cache_dir
+from polynya.engines import create_engine
+from polynya.engines.base import Engine
+
+EngineOption = Annotated[
+    str,
+    typer.Option(
+        "--engine",
+        "-e",
+        help="embedded (a real model on this CPU), scripted (no model: tests and load), or the base URL of a vLLM, SGLang or "
+        "other OpenAI-compatible server.",
+    ),
+]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        "-m",
+        help="embedded: qwen2.5-coder-1.5b (default), smollm2-135m, a .gguf path, or hf:ORG/REPO/FILE.gguf. URL: the served name.",
+        show_default=False,
+    ),
+]
+_EMBEDDED_SLOTS = 2
+"""Sessions that decode together on CPU: more only wait for each other."""
+
+
+class MadeEngine(msgspec.Struct, frozen=True):
+    engine: Engine
+    concurrency: int | None
+    """Sessions that it serves well at a time; None: as many as asked."""
+
+
+def make_engine(name: str, model: str | None, progress: Callable[[str], None], log: Path | None) -> MadeEngine:
+    """Nothing is started yet. Raises ConfigError for a name that is none."""
+    slots = _EMBEDDED_SLOTS if name == "embedded" else None
+    engine = create_engine(name, model=model, cache=cache_dir(), progress=progress, log=log, slots=slots or 1)
+    return MadeEngine(engine, slots)
