@@ -139,7 +139,7 @@ async def test_stop_keeps_what_is_done_and_resume_runs_the_rest(lab: Lab) -> Non
 
 async def test_resume_with_a_changed_task_is_refused(lab: Lab) -> None:
     await lab.runner([shell_task("true")]).run()
-    with pytest.raises(RunDirError, match="task t .* was changed"):
+    with pytest.raises(RunDirError, match=r"task t .* was changed"):
         await lab.runner([shell_task("exit 0")], resume=True).run()
     with pytest.raises(RunDirError, match="not among the given tasks"):
         await lab.runner([shell_task("true", task_id="other")], resume=True).run()
