@@ -65,7 +65,7 @@ async def test_an_error_that_the_policy_can_cause_is_a_score_of_0(context: Make)
 
 
 async def test_a_spent_budget_is_no_verdict(context: Make) -> None:
-    reward, scores = await evaluate_all([spec(sleeps=1000, value=1.0), spec(value=1.0)], context(timeout=0.05))
+    reward, scores = await evaluate_all([spec(sleeps=1000, value=1.0)] * 2, context(timeout=0.05))
     assert reward is None
     assert [score.error.kind for score in scores if score.error] == ["EvaluatorError", "EvaluatorError"]
 

@@ -40,7 +40,8 @@ class TestsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     pass_to_pass: list[str] = []
     files: dict[str, str] = {}
     """Official test files. A ``conftest.py``, or a configuration of pytest, counts only when it is among them."""
-    timeout: Annotated[float, msgspec.Meta(gt=0)] = 300.0
+    timeout: Annotated[float, msgspec.Meta(gt=0)] = 120.0
+    """Below ``budgets.postrun``: a hang beyond this is the agent's, one that the budget cuts is nobody's."""
     python: str | None = None
     """An interpreter inside the runtime that has pytest; None: the one that runs polynya."""
     pythonpath: list[str] = []

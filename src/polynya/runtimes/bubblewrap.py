@@ -214,11 +214,10 @@ def _arguments(spec: RuntimeSpec, label: str, workspace: Path, home: Path, binds
         args += ["--ro-bind-try", "/etc/resolv.conf", "/etc/resolv.conf"]
     size = min(TMP_BYTES, spec.memory_mb << 20) if spec.memory_mb else TMP_BYTES
     args += ["--proc", "/proc", "--dev", "/dev"]
-    if os.geteuid() == 0:
-        for name in PROC_READ_ONLY:
-            args += ["--ro-bind-try", f"/proc/{name}", f"/proc/{name}"]
-        for path in (Path("/proc") / name for name in PROC_HIDDEN):
-            args += ["--ro-bind", "/dev/null", str(path)] if path.exists() else []
+    for name in PROC_READ_ONLY:
+        args += ["--ro-bind-try", f"/proc/{name}", f"/proc/{name}"]
+    for path in (Path("/proc") / name for name in PROC_HIDDEN):
+        args += ["--ro-bind", "/dev/null", str(path)] if path.exists() else []
     args += ["--perms", "1777", "--size", str(size), "--tmpfs", "/tmp"]
     args += ["--dir", "/run", "--symlink", "/tmp", "/var/tmp"]
     for bind in binds:
