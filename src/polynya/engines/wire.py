@@ -1,0 +1,271 @@
+"""Reading (and asking for) OpenAI-chat-shaped replies that carry token ids: vLLM's shape and SGLang's.
+
+Invariant: ids, logprobs and tool-call arguments are the engine's own, byte for byte; what is absent or unreadable is ``None``,
+a null or NaN logprob is NaN. Prompt ids never become Python integers: their text is sliced out of the raw body (an unescaped
+key cannot occur inside a JSON string, so a byte search that finds it once is exact) and parsed by numpy. Pure.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from polynya.dialects.neutral import ChatReply, ChatRequest, ToolCall, Usage
+from polynya.engines.base import EngineReply
+from polynya.errors import EngineProtocolError
+from polynya.schema import Float32Array, Int32Array, PolicySpan
+
+THREAD_BYTES = 256 * 1024
+"""Bodies above this are read off the event loop."""
+_PROMPT_KEY = b'"prompt_token_ids":['
+_ID_PREFIX = "token_id:"
+_INT32_MAX = 2**31 - 1
+
+
+class _Function(msgspec.Struct):
+    name: str = ""
+    arguments: str | None = None
+
+
+class _Call(msgspec.Struct):
+    function: _Function
+    id: str | None = None
+
+
+class _Message(msgspec.Struct):
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[_Call] | None = None
+
+
+class _Logprob(msgspec.Struct):
+    logprob: float | None = None
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Logprob] | None = None
+
+
+class _Meta(msgspec.Struct):
+    output_token_logprobs: list[tuple[float | None, int, Any]] | None = None
+    weight_version: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    message: _Message
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+    token_ids: msgspec.Raw = msgspec.Raw(b"null")
+    response_token_ids: msgspec.Raw = msgspec.Raw(b"null")
+    meta_info: _Meta | None = None
+
+
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int | None = 0
+    prompt_tokens_details: _PromptDetails | None = None
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_Choice]
+    id: str = ""
+    usage: _Usage | None = None
+
+
+class _PromptOnlyChoice(msgspec.Struct):
+    prompt_token_ids: list[int] | None = None
+
+
+class _PromptOnly(msgspec.Struct):
+    prompt_token_ids: list[int] | None = None
+    choices: list[_PromptOnlyChoice] = []
+
+
+class _NamedToken(msgspec.Struct):
+    token: str = ""
+
+
+class _NamedLogprobs(msgspec.Struct):
+    content: list[_NamedToken] | None = None
+
+
+class _NamedChoice(msgspec.Struct):
+    logprobs: _NamedLogprobs | None = None
+
+
+class _Named(msgspec.Struct):
+    choices: list[_NamedChoice]
+
+
+def chat_fields(chat: ChatRequest, extra: dict[str, Any] | None = None, *, whole: bool = False) -> bytes:
+    """One JSON object: the messages and tools as the client sent them, then ``extra``.
+
+    ``whole`` adds what steers the generation and not the prompt: tool choice, response format, parallel calls.
+    """
+    parts = [b'"messages":[' + b",".join(bytes(message.raw) for message in chat.messages) + b"]"]
+    raw: list[tuple[bytes, msgspec.Raw | None]] = [
+        (b"tools", chat.tools_raw),
+        (b"chat_template_kwargs", chat.template_kwargs),
+    ]
+    if whole:
+        # an engine refuses a tool choice without tools
+        raw.append((b"tool_choice", chat.tool_choice if chat.tools_raw is not None else None))
+        raw.append((b"response_format", chat.response_format))
+    parts += [b'"%b":%b' % (key, bytes(value)) for key, value in raw if value is not None]
+    if whole and chat.parallel_tool_calls is not None and chat.tools_raw is not None:
+        parts.append(b'"parallel_tool_calls":' + (b"true" if chat.parallel_tool_calls else b"false"))
+    if extra:
+        parts.append(msgspec.json.encode(extra)[1:-1])
+    return b"{" + b",".join(parts) + b"}"
+
+
+def read_chat(body: bytes, what: str) -> EngineReply:
+    """An ``EngineReply`` of a whole answer. Raises EngineProtocolError naming the field that cannot be read."""
+    body, found = _decoded(body, what)
+    if not found.choices:
+        raise EngineProtocolError(f"{what}: choices is empty", fix="see the engine's own log")
+    choice = found.choices[0]
+    message = choice.message
+    calls = [
+        ToolCall(id=call.id or "", name=call.function.name, arguments=call.function.arguments or "")
+        for call in message.tool_calls or []
+    ]
+    said = choice.finish_reason or "stop"
+    usage = found.usage or _Usage()
+    details = usage.prompt_tokens_details
+    reply = ChatReply(
+        text=message.content or "",
+        reasoning=message.reasoning or message.reasoning_content or "",
+        tool_calls=calls,
+        finish_reason="tool_calls" if calls and said == "stop" else said,
+        usage=Usage(
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens or 0,
+            cached_tokens=(details.cached_tokens or 0) if details is not None else 0,
+        ),
+    )
+    sampled = _sampled_ids(body, choice, what)
+    version = choice.meta_info.weight_version if choice.meta_info is not None else None
+    spans = [PolicySpan(version, 0, int(sampled.size))] if version is not None and sampled is not None else []
+    return EngineReply(
+        reply=reply,
+        prompt_ids=prompt_ids_of(body, what),
+        sampled_ids=sampled,
+        logprobs=_logprobs(choice),
+        finish_reason=said,
+        policy_spans=spans,
+        upstream_id=found.id,
+    )
+
+
+def _decoded(body: bytes, what: str) -> tuple[bytes, _Completion]:
+    try:
+        return body, msgspec.json.decode(body, type=_Completion)
+    except msgspec.DecodeError as exc:
+        if not isinstance(exc, msgspec.ValidationError) and (b"NaN" in body or b"Infinity" in body):
+            # servers in Python write NaN and Infinity, which JSON does not have; null is read as NaN
+            return _without_nan(body, exc, what)
+        raise _unreadable(exc, body, what) from exc
+
+
+def _without_nan(body: bytes, cause: msgspec.DecodeError, what: str) -> tuple[bytes, _Completion]:
+    try:
+        clean = msgspec.json.encode(json.loads(body))
+        return clean, msgspec.json.decode(clean, type=_Completion)
+    except (ValueError, RecursionError) as exc:
+        raise _unreadable(cause, body, what) from exc
+
+
+def _unreadable(exc: Exception, body: bytes, what: str) -> EngineProtocolError:
+    return EngineProtocolError(
+        f"{what}: {exc}; the answer starts with {body[:80]!r}",
+        fix="the engine's version may have changed its answers",
+    )
+
+
+def prompt_ids_of(body: bytes, what: str) -> Int32Array | None:
+    """The prompt ids of a reply, at its top level (vLLM) or in its first choice (SGLang)."""
+    start = body.find(_PROMPT_KEY)
+    if start >= 0 and body.find(_PROMPT_KEY, start + 1) < 0:
+        start += len(_PROMPT_KEY)
+        end = body.find(b"]", start)
+        return parse_ids(body[start:end], what, "prompt_token_ids")
+    if b'"prompt_token_ids"' not in body:
+        return None
+    try:
+        found = msgspec.json.decode(body, type=_PromptOnly)
+    except msgspec.DecodeError as exc:
+        raise _unreadable(exc, body, what) from exc
+    ids = found.prompt_token_ids
+    if ids is None and found.choices:
+        ids = found.choices[0].prompt_token_ids
+    return _int32(np.array(ids, dtype=np.int64)) if ids is not None else None
+
+
+def parse_ids(text: bytes, what: str, field: str) -> Int32Array | None:
+    """Ids of the inside of a JSON list. None when one does not fit into 32 bits: such ids cannot be stored."""
+    stripped = text.strip()
+    if not stripped:
+        return np.empty(0, dtype=np.int32)
+    readable = not stripped.translate(None, b"0123456789,- \n\r\t")
+    ids = _numbers(stripped) if readable else None
+    if ids is None or ids.size != stripped.count(b",") + 1:
+        raise EngineProtocolError(f"{what}: {field} is no list of integers: it starts with {stripped[:60]!r}")
+    return _int32(ids)
+
+
+def _numbers(text: bytes) -> np.ndarray[Any, np.dtype[np.int64]] | None:
+    try:
+        return np.fromstring(text.decode("ascii"), dtype=np.int64, sep=",")
+    except (DeprecationWarning, ValueError):
+        return None
+
+
+def _int32(ids: np.ndarray[Any, np.dtype[np.int64]]) -> Int32Array | None:
+    if ids.size and (int(ids.max()) > _INT32_MAX or int(ids.min()) < -_INT32_MAX):
+        return None
+    return ids.astype(np.int32)
+
+
+def _sampled_ids(body: bytes, choice: _Choice, what: str) -> Int32Array | None:
+    for field, raw in (("token_ids", choice.token_ids), ("response_token_ids", choice.response_token_ids)):
+        text = bytes(raw).strip()
+        if text.startswith(b"["):
+            return parse_ids(text[1:-1], what, field)
+    if choice.meta_info is not None and choice.meta_info.output_token_logprobs is not None:
+        return _int32(np.array([entry[1] for entry in choice.meta_info.output_token_logprobs], dtype=np.int64))
+    if choice.logprobs is not None and choice.logprobs.content is not None:
+        return _named_ids(body, what)
+    return None
+
+
+def _named_ids(body: bytes, what: str) -> Int32Array | None:
+    """Ids of tokens that are spelled ``token_id:N``. One that is not makes all of them unusable, never a shorter list."""
+    try:
+        found = msgspec.json.decode(body, type=_Named)
+    except msgspec.DecodeError as exc:
+        raise _unreadable(exc, body, what) from exc
+    named = found.choices[0].logprobs
+    texts = [entry.token for entry in named.content or []] if named is not None else []
+    digits = [text.removeprefix(_ID_PREFIX) for text in texts if text.startswith(_ID_PREFIX)]
+    if not texts or len(digits) != len(texts) or not all(text.isascii() and text.isdigit() for text in digits):
+        return None
+    return _int32(np.array([min(int(text[:12]), _INT32_MAX + 1) for text in digits], dtype=np.int64))
+
+
+def _logprobs(choice: _Choice) -> Float32Array | None:
+    if choice.logprobs is not None and choice.logprobs.content is not None:
+        values = [entry.logprob for entry in choice.logprobs.content]
+    elif choice.meta_info is not None and choice.meta_info.output_token_logprobs is not None:
+        values = [entry[0] for entry in choice.meta_info.output_token_logprobs]
+    else:
+        return None
+    return np.array([np.nan if value is None else value for value in values], dtype=np.float32)
