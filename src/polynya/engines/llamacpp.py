@@ -239,7 +239,11 @@ class LlamaCppEngine:
         """Raw logprob of ``token`` after ``before``. A plain letter is forced, so that llama.cpp shows the entry."""
         sampling = EffectiveSampling(logit_bias={str(self._plain): 1e6})
         for width in (64, 4096, self.info.vocab_size or 1 << 20):
-            fields = sampling_fields(sampling, self.info.window or 0) | {"prompt": before, "n_predict": 1, "n_probs": width}
+            fields = sampling_fields(sampling, self.info.window or 0) | {
+                "prompt": before,
+                "n_predict": 1,
+                "n_probs": width,
+            }
             got = decode(await self._post("/completion", fields), Completion, "llama.cpp /completion")
             for entry in got.completion_probabilities[:1]:
                 for candidate in entry.top_logprobs:

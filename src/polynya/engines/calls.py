@@ -1,0 +1,56 @@
+"""One call to an OpenAI-compatible server: the request's bytes, the sending, the reading.
+
+Invariant: messages and tools are the client's own bytes; large bodies are built and read off the event loop. A prompt given
+as ids goes *beside* the messages, so that a server which ignores it still answers and the validator sees another echo.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+
+from polynya.engines.base import EngineReply, EngineRequest
+from polynya.engines.flavours import Flavour
+from polynya.engines.http import EngineHttp, decode
+from polynya.engines.wire import THREAD_BYTES, chat_fields, read_chat
+
+AFFINITY_HEADER = "x-session-id"
+"""What session-aware routers in front of engines can be told to hash by."""
+THREAD_IDS = 16_384
+
+
+class TokenIds(msgspec.Struct):
+    tokens: list[int]
+
+
+async def call(http: EngineHttp, flavour: Flavour, model: str, request: EngineRequest) -> EngineReply:
+    """One chat completion."""
+    large = request.prompt_ids is not None and request.prompt_ids.size > THREAD_IDS
+    if large:
+        body = await asyncio.to_thread(chat_body, flavour, model, request)
+    else:
+        body = chat_body(flavour, model, request)
+    headers = {AFFINITY_HEADER: request.affinity} if request.affinity else None
+    answer = await http.post("/v1/chat/completions", body, headers=headers)
+    what = f"{flavour.kind} /v1/chat/completions"
+    if len(answer.body) > THREAD_BYTES:
+        reply = await asyncio.to_thread(read_chat, answer.body, what)
+    else:
+        reply = read_chat(answer.body, what)
+    return msgspec.structs.replace(reply, flags={**reply.flags, **answer.flags}) if answer.flags else reply
+
+
+def chat_body(flavour: Flavour, model: str, request: EngineRequest) -> bytes:
+    extra: dict[str, Any] = {"model": model, **flavour.sampling(request.sampling), **flavour.asks}
+    if request.prompt_ids is not None and flavour.prompt_path:
+        extra |= flavour.prompt(request.prompt_ids.tolist())
+    return chat_fields(request.chat, extra, whole=True)
+
+
+async def tokenize(http: EngineHttp, model: str, text: str) -> list[int]:
+    """Ids of a text, without the tokens that a prompt starts or ends with."""
+    fields = {"model": model, "prompt": text, "add_special_tokens": False}
+    answer = await http.post("/tokenize", msgspec.json.encode(fields))
+    return decode(answer.body, TokenIds, "/tokenize").tokens

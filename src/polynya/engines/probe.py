@@ -1,0 +1,183 @@
+"""What an OpenAI-compatible server is and can do, found by asking it: kind, model, ids, logprobs, prompts as ids.
+
+Invariant: nothing is believed from a version number; each capability is seen in an answer to a one-token call. What cannot
+be decided stays unknown (``logprob_kind``) or off. Costs at most eight one-token calls at start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from polynya.dialects.neutral import ChatMessage, ChatRequest
+from polynya.engines.base import EffectiveSampling, EngineInfo, EngineReply, EngineRequest
+from polynya.engines.calls import call, tokenize
+from polynya.engines.flavours import OPENAI, SGLANG, VLLM, Flavour
+from polynya.engines.http import EngineHttp, decode
+from polynya.errors import ConfigError, EngineError, EngineRejected, EngineTimeout, EngineUnavailable
+from polynya.schema import Int32Array
+
+PROBE_TEXT = "The quick brown fox: 0123, naïve café 🙂 漢字\n\tdef f(x):\n        return x"
+"""``tokenizer_sha256`` is over the ids of this text, comma-separated: it tells tokenizers apart, it is not the file's hash."""
+_QUESTIONS = ("Tell me a story.", "Name any thing at all.", "Write a random word.")
+_SAME = 0.02
+"""Numerics of two runs of one prompt differ by less."""
+_OTHER = 0.1
+
+
+class _Card(msgspec.Struct):
+    id: str
+    owned_by: str = ""
+    max_model_len: int | None = None
+
+
+class _Cards(msgspec.Struct):
+    data: list[_Card] = []
+
+
+async def probe(http: EngineHttp, asked_model: str | None) -> tuple[EngineInfo, Flavour]:
+    """Raises EngineUnavailable when nothing answers, ConfigError when the model is not served."""
+    cards = decode((await http.get("/v1/models")).body, _Cards, "/v1/models").data
+    card = _pick(cards, asked_model, http.base_url)
+    flavour, build = await _flavour(http, card)
+    reply: EngineReply | None = None
+    if flavour is not OPENAI:
+        try:
+            reply = await _ask(http, flavour, card.id)
+        except EngineRejected:
+            # it does not take the fields that bring ids: then it is served as what it is, text only
+            flavour = OPENAI
+    with_ids = reply is not None and _has(reply.prompt_ids) and _has(reply.sampled_ids)
+    with_logprobs = reply is not None and reply.logprobs is not None and reply.logprobs.size > 0
+    token_in = with_ids and reply is not None and await _takes_ids(http, flavour, card.id, reply.prompt_ids)
+    detail: dict[str, Any] = {}
+    if (version := await _optional(http, "/weight_info")) is not None:
+        detail["weight_version"] = version.get("weight_version")
+    fingerprint = await _fingerprint(http, flavour, card.id)
+    if fingerprint is not None:
+        detail["tokenizer_sha256_over"] = "ids of a fixed probe text"
+    return EngineInfo(
+        kind=flavour.kind,
+        model=card.id,
+        build=build,
+        window=card.max_model_len,
+        token_ids=with_ids,
+        logprobs=with_logprobs,
+        token_in=token_in,
+        logprob_kind=await _logprob_kind(http, flavour, card.id) if with_ids and with_logprobs else "unknown",
+        tokenizer_sha256=fingerprint,
+        detail=detail,
+    ), flavour
+
+
+def _pick(cards: list[_Card], asked: str | None, url: str) -> _Card:
+    served = [card.id for card in cards]
+    if asked is None:
+        if not cards:
+            raise EngineUnavailable(f"the engine at {url} serves no model", fix="name the model with --model")
+        return cards[0]
+    for card in cards:
+        if card.id == asked:
+            return card
+    if len(cards) > 0:
+        raise ConfigError(f"model: {asked!r} is not served at {url}", fix=f"use one of {', '.join(served[:8])}")
+    return _Card(id=asked)
+
+
+async def _flavour(http: EngineHttp, card: _Card) -> tuple[Flavour, str | None]:
+    version = await _optional(http, "/version")
+    info = None
+    if card.owned_by != "vllm":
+        info = await _optional(http, "/server_info") or await _optional(http, "/get_server_info")
+    if card.owned_by == "sglang" or (info is not None and "disaggregation_mode" in info):
+        return SGLANG, str(info["version"]) if info and info.get("version") else None
+    if card.owned_by == "vllm" or version is not None:
+        return VLLM, str(version["version"]) if version and version.get("version") else None
+    return OPENAI, None
+
+
+async def _optional(http: EngineHttp, path: str) -> dict[str, Any] | None:
+    """A JSON object, or None where the server has no such page."""
+    try:
+        found = msgspec.json.decode((await http.get(path)).body)
+    except EngineTimeout:
+        raise
+    except (EngineError, msgspec.DecodeError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _has(ids: Int32Array | None) -> bool:
+    return ids is not None and ids.size > 0
+
+
+async def _ask(
+    http: EngineHttp,
+    flavour: Flavour,
+    model: str,
+    *,
+    question: str = _QUESTIONS[0],
+    prompt_ids: Int32Array | None = None,
+    temperature: float = 1.0,
+    bias: dict[str, float] | None = None,
+) -> EngineReply:
+    raw = msgspec.Raw(msgspec.json.encode({"role": "user", "content": question}))
+    chat = ChatRequest(dialect="chat", model=model, messages=[ChatMessage(role="user", text=question, raw=raw)])
+    sampling = EffectiveSampling(temperature=temperature, max_tokens=1, seed=1, logit_bias=bias)
+    return await call(http, flavour, model, EngineRequest(chat=chat, sampling=sampling, prompt_ids=prompt_ids))
+
+
+async def _takes_ids(http: EngineHttp, flavour: Flavour, model: str, prompt: Int32Array | None) -> bool:
+    """Send a prompt that no messages render to; only a server that conditions on it echoes it."""
+    if prompt is None or not flavour.prompt_path:
+        return False
+    other = np.concatenate([prompt, prompt[-3:], prompt[:2]]).astype(np.int32)
+    try:
+        reply = await _ask(http, flavour, model, prompt_ids=other)
+    except EngineRejected:
+        return False
+    return reply.prompt_ids is not None and np.array_equal(reply.prompt_ids, other)
+
+
+async def _logprob_kind(http: EngineHttp, flavour: Flavour, model: str) -> str:
+    """Sample at temperature 2, then force the same token at temperature 1 by a bias.
+
+    Raw logprobs see neither temperature nor bias, so both are equal; processed ones are near 0 when forced.
+    """
+    for question in _QUESTIONS:
+        try:
+            free = await _ask(http, flavour, model, question=question, temperature=2.0)
+            token = _only(free.sampled_ids)
+            if token is None:
+                return "unknown"
+            forced = await _ask(http, flavour, model, question=question, bias={str(token): 100.0})
+        except EngineRejected:
+            return "unknown"
+        if _only(forced.sampled_ids) != token or free.logprobs is None or forced.logprobs is None:
+            continue
+        one, two = float(free.logprobs[0]), float(forced.logprobs[0])
+        if not (np.isfinite(one) and np.isfinite(two)) or one > -_OTHER:
+            # a token that is nearly certain looks the same in both
+            continue
+        if abs(one - two) < _SAME:
+            return "raw"
+        if abs(one - two) > _OTHER / 2:
+            return "processed"
+    return "unknown"
+
+
+def _only(ids: Int32Array | None) -> int | None:
+    return int(ids[0]) if ids is not None and ids.size == 1 else None
+
+
+async def _fingerprint(http: EngineHttp, flavour: Flavour, model: str) -> str | None:
+    if not flavour.tokenizes:
+        return None
+    try:
+        ids = await tokenize(http, model, PROBE_TEXT)
+    except EngineError:
+        return None
+    return hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest()
