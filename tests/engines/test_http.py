@@ -125,7 +125,8 @@ async def test_hundreds_of_calls_are_in_flight_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "seconds"), [(None, None), ("2", 2.0), ("-1", 0.0), ("soon", None), ("Thu, 01 Jan 1970 00:00:00 GMT", 0.0)]
+    ("value", "seconds"),
+    [(None, None), ("2", 2.0), ("-1", 0.0), ("soon", None), ("Thu, 01 Jan 1970 00:00:00 GMT", 0.0)],
 )
 def test_retry_after_is_read_in_both_forms(value: str | None, seconds: float | None) -> None:
     assert retry_after_seconds(value) == seconds

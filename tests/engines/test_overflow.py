@@ -15,7 +15,9 @@ def test_each_recorded_text_is_recognised_with_its_window(wording: Wording) -> N
 
 
 def test_prompt_and_window_are_read_out_of_llama_cpps_words() -> None:
-    found = context_overflow("request (3000 tokens) exceeds the available context size (2048 tokens), try increasing it")
+    found = context_overflow(
+        "request (3000 tokens) exceeds the available context size (2048 tokens), try increasing it"
+    )
     assert found is not None and (found.prompt_tokens, found.window) == (3000, 2048)
 
 

@@ -34,6 +34,11 @@ class _Card(msgspec.Struct):
     max_model_len: int | None = None
 
 
+class _Rendered(msgspec.Struct):
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
 class _Cards(msgspec.Struct):
     data: list[_Card] = []
 
@@ -69,6 +74,7 @@ async def probe(http: EngineHttp, asked_model: str | None) -> tuple[EngineInfo, 
         token_in=token_in,
         logprob_kind=await _logprob_kind(http, flavour, card.id) if with_ids and with_logprobs else "unknown",
         tokenizer_sha256=fingerprint,
+        stop_ids=await _turn_end(http, flavour, card.id),
         detail=detail,
     ), flavour
 
@@ -181,3 +187,29 @@ async def _fingerprint(http: EngineHttp, flavour: Flavour, model: str) -> str | 
     except EngineError:
         return None
     return hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest()
+
+
+async def _turn_end(http: EngineHttp, flavour: Flavour, model: str) -> list[int]:
+    """The control token that the template prints right after an assistant's text: the one that ends a sampled turn.
+
+    Two replies are rendered that differ in their text only; what they end with alike starts with that token.
+    """
+    if not flavour.tokenizes:
+        return []
+    try:
+        one, two = [await _rendered_reply(http, model, text) for text in ("alpha 1", "omega 2")]
+    except EngineError:
+        return []
+    same = 0
+    while same < min(len(one.tokens), len(two.tokens)) and one.tokens[-1 - same] == two.tokens[-1 - same]:
+        same += 1
+    if same == 0 or one.token_strs is None:
+        return []
+    spelled = one.token_strs[-same]
+    return [one.tokens[-same]] if spelled.startswith("<") and spelled.endswith(">") else []
+
+
+async def _rendered_reply(http: EngineHttp, model: str, text: str) -> _Rendered:
+    messages = [{"role": "user", "content": "u"}, {"role": "assistant", "content": text}]
+    fields = {"model": model, "messages": messages, "add_generation_prompt": False, "return_token_strs": True}
+    return decode((await http.post("/tokenize", msgspec.json.encode(fields))).body, _Rendered, "/tokenize")

@@ -48,7 +48,7 @@ class _Transfer(msgspec.Struct):
 class _Body(msgspec.Struct):
     model: str = ""
     messages: list[tokens.WireMessage] = []
-    tools: msgspec.Raw | None = None
+    tools: msgspec.Raw = msgspec.Raw(b"null")
     stream: bool = False
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -63,7 +63,7 @@ class _Body(msgspec.Struct):
 class _Tokenize(msgspec.Struct):
     prompt: str | None = None
     messages: list[tokens.WireMessage] | None = None
-    tools: msgspec.Raw | None = None
+    tools: msgspec.Raw = msgspec.Raw(b"null")
     add_generation_prompt: bool = True
     return_token_strs: bool = False
 
@@ -125,11 +125,11 @@ class ScriptedApp:
         return found
 
     def _render(
-        self, messages: list[tokens.WireMessage], tools: msgspec.Raw | None, *, generation_prompt: bool = True
+        self, messages: list[tokens.WireMessage], tools: msgspec.Raw, *, generation_prompt: bool = True
     ) -> Int32Array:
         return tokens.render(
             messages,
-            bytes(tools) if tools is not None else None,
+            bytes(tools),
             drop_reasoning=self.script.drop_reasoning,
             generation_prompt=generation_prompt,
         )
@@ -279,9 +279,7 @@ def _cut(scope: Scope) -> None:
     access["transport"].close()
 
 
-def _tool_specs(raw: msgspec.Raw | None) -> list[ToolSpec]:
-    if raw is None:
-        return []
+def _tool_specs(raw: msgspec.Raw) -> list[ToolSpec]:
     tools = msgspec.json.decode(bytes(raw), type=list[_Tool] | None) or []
     return [
         ToolSpec(name=t.function.name, description=t.function.description, parameters=t.function.parameters)
