@@ -22,10 +22,14 @@ Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
 UInt8Array = npt.NDArray[np.uint8]
 
-ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,119}$"
+ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,119}$(?!\n)"
 Identifier = Annotated[str, msgspec.Meta(pattern=ID_PATTERN)]
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
-PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
+PositiveFloat = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+"""Finite: no timer takes infinity."""
+ProgramText = Annotated[str, msgspec.Meta(pattern=r"^[^\x00]*$")]
+"""What is given to a program: no argument and no variable can hold a NUL."""
+VariableName = Annotated[str, msgspec.Meta(pattern=r"^[^=\x00]+$")]
 
 
 class Stage(StrEnum):
@@ -98,7 +102,7 @@ class HarnessSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     version: str | None = None
     """None: the version that polynya pins."""
     settings: dict[str, Any] = {}
-    env: dict[str, str] = {}
+    env: dict[VariableName, ProgramText] = {}
     mcp_servers: list[dict[str, Any]] = []
 
 
@@ -116,13 +120,13 @@ class RuntimeSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     name: str | None = None
     """None: ``bubblewrap`` where it works."""
     image: str | None = None
-    workdir: Annotated[str, msgspec.Meta(pattern=r"^/[A-Za-z0-9._/-]+$")] = "/workspace"
+    workdir: Annotated[str, msgspec.Meta(pattern=r"^/[A-Za-z0-9._/-]+$(?!\n)")] = "/workspace"
     files: dict[str, str] = {}
     """Relative POSIX path → text content. A text that starts with ``#!`` is made executable."""
     repo: RepoSpec | None = None
-    prepare: list[str] = []
+    prepare: list[ProgramText] = []
     """Shell commands, run inside the runtime before the harness."""
-    env: dict[str, str] = {}
+    env: dict[VariableName, ProgramText] = {}
     cpus: PositiveFloat | None = None
     memory_mb: PositiveInt | None = None
     pids: PositiveInt | None = None
@@ -134,7 +138,7 @@ class EvaluatorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     name: str
     label: str = ""
-    weight: Annotated[float, msgspec.Meta(ge=0)] = 1.0
+    weight: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 1.0
     settings: dict[str, Any] = {}
 
 
@@ -173,7 +177,7 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """One task; its ``num_samples`` sessions are a group."""
 
     task_id: Identifier
-    instruction: Annotated[str, msgspec.Meta(min_length=1)]
+    instruction: Annotated[str, msgspec.Meta(min_length=1, pattern=r"^[^\x00]*$")]
     harness: HarnessSpec
     num_samples: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
     runtime: RuntimeSpec = RuntimeSpec()
@@ -386,7 +390,8 @@ class SessionResult(msgspec.Struct, frozen=True, kw_only=True):
 # --- reading tasks -----------------------------------------------------------------------------------------------
 
 _EVALUATOR_OWN = {"name", "label", "weight", "settings"}
-_PATH = re.compile(r" - at `\$(.*)`$")
+_PATH = re.compile(r" - at (?:`key` in )?`\$(.*)`$")
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`$")
 
 
 def _evaluator(raw: Any, where: str) -> Any:
@@ -394,7 +399,10 @@ def _evaluator(raw: Any, where: str) -> Any:
         raise TaskFileError(f"{where}: {raw!r} is not a mapping", fix="write e.g. {name: command, command: pytest -q}")
     own = {key: value for key, value in raw.items() if key in _EVALUATOR_OWN}
     rest = {key: value for key, value in raw.items() if key not in _EVALUATOR_OWN}
-    own["settings"] = {**own.get("settings", {}), **rest}
+    settings = own.get("settings", {})
+    if not isinstance(settings, Mapping):
+        raise TaskFileError(f"{where}.settings: {settings!r:.120} is not a mapping", fix="write {setting: value, …}")
+    own["settings"] = {**settings, **rest}
     return own
 
 
@@ -423,23 +431,34 @@ def parse_task(raw: Any, where: str) -> TaskSpec:
                 f"{where}.evaluator: [] is empty", fix="leave it out for `completed`, or name an evaluator"
             )
     try:
-        return msgspec.convert(task, TaskSpec, strict=True)
+        spec = msgspec.convert(task, TaskSpec, strict=True)
+        msgspec.json.encode(spec)
     except msgspec.ValidationError as exc:
-        text = str(exc)
-        found = _PATH.search(text)
-        path = found.group(1) if found else ""
-        value = _value_at(task, path)
-        shown = "" if value is _ABSENT else f" (value {value!r:.120})"
+        raise _refused(str(exc), task, where) from exc
+    except (TypeError, ValueError, RecursionError) as exc:
         raise TaskFileError(
-            f"{where}{path}: {_PATH.sub('', text)}{shown}", fix="see docs/tasks.md for the fields"
+            f"{where}: cannot be written as JSON: {exc}", fix="use texts, numbers, lists and mappings of them only"
         ) from exc
+    return spec
+
+
+def _refused(text: str, task: dict[str, Any], where: str) -> TaskFileError:
+    """The validator's words with path and value of the field that they are about."""
+    found = _PATH.search(text)
+    path = found.group(1) if found else ""
+    text = _PATH.sub("", text)
+    if unknown := _UNKNOWN.search(text):
+        path, text = f"{path}.{unknown.group(1)}", "there is no such field"
+    value = _value_at(task, path)
+    shown = "" if value is _ABSENT else f" (value {value!r:.120})"
+    return TaskFileError(f"{where}{path}: {text}{shown}", fix="see docs/tasks.md for the fields")
 
 
 _ABSENT = object()
 
 
 def _value_at(root: Any, path: str) -> Any:
-    for name, index in re.findall(r"\.([A-Za-z_][A-Za-z0-9_]*)|\[(\d+|\.\.\.)\]", path):
+    for name, index in re.findall(r"\.([^.\[\]]+)|\[(\d+|\.\.\.)\]", path):
         try:
             root = root[name] if name else root[int(index)]
         except (KeyError, IndexError, TypeError, ValueError):

@@ -7,6 +7,7 @@ real clients and OpenAI's API reference. Refuses ``n > 1`` (one capture is one s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -122,6 +123,7 @@ class OpenAIChat:
     name = "openai_chat"
 
     def parse(self, body: bytes, path: str) -> ChatRequest:
+        body = _readable(body)
         wire = _decode(_request, body, "")
         if not wire.messages:
             raise BadRequest("messages: [] is empty; send at least one message", field="messages")
@@ -211,6 +213,25 @@ def assistant_message(reply: ChatReply) -> dict[str, Any]:
     return message
 
 
+_ESCAPE = re.compile(
+    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL
+)
+
+
+def _readable(body: bytes) -> bytes:
+    """The body itself, unless it holds half a surrogate pair: clients that cut texts by UTF-16 units send such escapes.
+
+    No tokenizer takes them, and the client would send them again with every later turn, so they become U+FFFD.
+    """
+    try:
+        body.decode()
+    except UnicodeDecodeError as exc:
+        raise BadRequest(f"body is not UTF-8: {exc.reason} at byte {exc.start}") from exc
+    if b"\\ud" not in body and b"\\uD" not in body:
+        return body
+    return _ESCAPE.sub(lambda found: b"\\ufffd" if found.group(1) else found.group(), body)
+
+
 def _decode(decoder: msgspec.json.Decoder[Any], raw: bytes | msgspec.Raw, where: str) -> Any:
     try:
         return decoder.decode(raw)
@@ -218,7 +239,7 @@ def _decode(decoder: msgspec.json.Decoder[Any], raw: bytes | msgspec.Raw, where:
         text, _, path = str(exc).partition(" - at `$")
         field = (where + path.rstrip("`")).lstrip(".")
         raise BadRequest(f"{field or 'body'}: {text}", field=field) from exc
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+    except (msgspec.DecodeError, RecursionError) as exc:
         raise BadRequest(f"{where or 'body'} is not JSON: {exc}", field=where) from exc
 
 

@@ -47,7 +47,7 @@ def spec_digest(task: TaskSpec) -> str:
 
 def _read(path: Path) -> list[tuple[str, Any]]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as exc:
         raise TaskFileError(
             f"{path}: not UTF-8 text ({exc.reason} at byte {exc.start})", fix="save it as UTF-8"
@@ -57,7 +57,7 @@ def _read(path: Path) -> list[tuple[str, Any]]:
     if path.suffix in (".jsonl", ".ndjson"):
         return [
             (f"{path}:{i}", _json_line(line, f"{path}:{i}"))
-            for i, line in enumerate(text.splitlines(), 1)
+            for i, line in enumerate(text.split("\n"), 1)
             if line.strip()
         ]
     try:
@@ -68,13 +68,17 @@ def _read(path: Path) -> list[tuple[str, Any]]:
         raise TaskFileError(
             f"{at}: not YAML: {getattr(exc, 'problem', None) or exc}", fix="mind indentation and quotes"
         ) from exc
+    except Exception as exc:  # the parser lets all sorts out for values that it cannot build: dates, tags, deep nesting
+        raise TaskFileError(
+            f"{path}: a value cannot be read: {type(exc).__name__}: {exc}", fix="put it between quotes"
+        ) from exc
     return _from_document(document, str(path))
 
 
 def _json_line(line: str, where: str) -> Any:
     try:
         return msgspec.json.decode(line)
-    except msgspec.DecodeError as exc:
+    except (msgspec.DecodeError, RecursionError) as exc:
         raise TaskFileError(f"{where}: not JSON: {exc}", fix="write one JSON object a line") from exc
 
 
@@ -89,7 +93,7 @@ def _from_document(document: Any, where: str) -> list[tuple[str, Any]]:
         return [(where, document)]
     if unknown := set(document) - {"tasks", "defaults"}:
         raise TaskFileError(
-            f"{where}: unknown field {sorted(unknown)[0]!r} beside `tasks`", fix="put shared fields under `defaults`"
+            f"{where}: unknown field {min(unknown, key=str)!r} beside `tasks`", fix="put shared fields under `defaults`"
         )
     tasks, defaults = document["tasks"], document.get("defaults") or {}
     if not isinstance(tasks, list) or not isinstance(defaults, dict):
@@ -102,7 +106,12 @@ def _with_defaults(raw: Any, defaults: dict[str, Any]) -> Any:
         return raw
     merged = {**defaults, **raw}
     for key in _MERGED:
-        ours, theirs = raw.get(key), defaults.get(key)
+        ours, theirs = (_long_form(key, fields.get(key)) for fields in (raw, defaults))
         if isinstance(ours, dict) and isinstance(theirs, dict):
             merged[key] = {**theirs, **ours}
     return merged
+
+
+def _long_form(key: str, value: Any) -> Any:
+    """``runtime: local`` is ``runtime: {name: local}``, so it keeps the other defaults."""
+    return {"name": value} if key == "runtime" and isinstance(value, str) else value
