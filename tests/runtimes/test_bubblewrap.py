@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ import pytest
 from polynya.errors import RuntimeFailure, RuntimeUnavailable
 from polynya.runtimes import BUILT_IN, all_providers, bubblewrap, limits, marks, provider
 from polynya.runtimes.base import Bind
+from polynya.runtimes.files import remove_tree
 from polynya.runtimes.local import LocalProvider
 from polynya.schema import RuntimeSpec
 
@@ -210,10 +212,10 @@ from polynya.runtimes import BUILT_IN
 from polynya.schema import RuntimeSpec
 
 async def main():
-    name, label, root = sys.argv[1:]
+    name, label, root, nap = sys.argv[1:]
     runtime = await BUILT_IN[name]().create(RuntimeSpec(pids=100), label=label, root=Path(root))
-    await runtime.exec(["sh", "-c", "env -i setsid sleep 4243 >/dev/null 2>&1 & sleep 4243 & true"])
-    run = asyncio.create_task(runtime.exec(["sh", "-c", "touch ready; sleep 4243"]))
+    await runtime.exec(["sh", "-c", f"env -i setsid sleep {nap} >/dev/null 2>&1 & sleep {nap} & true"])
+    run = asyncio.create_task(runtime.exec(["sh", "-c", f"touch ready; sleep {nap}"]))
     while not (runtime.workspace / "ready").exists():
         await asyncio.sleep(0.01)
     print("up", flush=True)
@@ -244,10 +246,11 @@ def running(*argv: str) -> list[int]:
 
 @pytest.mark.parametrize("name", ["bubblewrap", "local"])
 async def test_nothing_survives_a_killed_owner_and_the_sweep(name: str, label: str, tmp_path: Path) -> None:
-    await asyncio.to_thread(own_and_die, [name, label, str(tmp_path / "root")])
+    nap = f"4243.{os.getpid()}"
+    await asyncio.to_thread(own_and_die, [name, label, str(tmp_path / "root"), nap])
     await BUILT_IN[name]().sweep(label)
     assert not [pid for pid, found in marks.labels().items() if found == label]
-    assert running("sleep", "4243") == []
+    assert running("sleep", nap) == []
     assert limits.sweep(label) == []
 
 
@@ -279,10 +282,13 @@ async def test_a_cancelled_creation_leaves_nothing(make: Make, label: str) -> No
 async def test_deep_trees_and_locked_folders_are_removed(make: Make) -> None:
     runtime = await make("bubblewrap")
     deep = "import os\nos.chdir('/home/agent')\nfor _ in range(3000):\n    os.mkdir('d' * 9)\n    os.chdir('d' * 9)\n"
-    assert (await runtime.exec(["/usr/bin/python3", "-c", deep])).exit_code == 0
-    await sh(runtime, "mkdir -p ~/a/b; touch ~/a/b/c; chmod 0 ~/a/b ~/a")
-    await runtime.destroy()
-    assert not runtime.home_path.exists()
+    try:
+        assert (await runtime.exec(["/usr/bin/python3", "-c", deep])).exit_code == 0
+        await sh(runtime, "mkdir -p ~/a/b; touch ~/a/b/c; chmod 0 ~/a/b ~/a")
+        await runtime.destroy()
+        assert not runtime.home_path.exists()
+    finally:  # Left behind, it would break pytest's own removal of old folders.
+        remove_tree(runtime.home_path)
 
 
 async def test_no_file_descriptor_is_left(make: Make) -> None:

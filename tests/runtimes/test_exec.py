@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,15 @@ Make = Callable[..., Awaitable[Any]]
 BOTH = [pytest.param("bubblewrap", marks=pytest.mark.sandbox), "local"]
 both = pytest.mark.parametrize("name", BOTH)
 # Leaves its session, forgets its environment and its parent: nothing but a reaper can find it.
-ESCAPE = "env -i setsid sh -c '(sleep 4242 >/dev/null 2>&1 &)'; "
+NAP = f"4242.{os.getpid()}"  # Other runs of these tests have other processes.
+ESCAPE = f"env -i setsid sh -c '(sleep {NAP} >/dev/null 2>&1 &)'; "
 
 
 def sleepers() -> list[int]:
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if (path / "cmdline").read_bytes() == b"sleep\x004242\0":
+            if (path / "cmdline").read_bytes() == f"sleep\0{NAP}\0".encode():
                 found.append(int(path.name))
     return found
 
@@ -126,7 +128,7 @@ async def test_cancelling_kills_what_escaped_before_it_raises(make: Make, name: 
 @both
 async def test_cancelling_at_once_leaves_nothing(make: Make, name: str) -> None:
     runtime = await make(name)
-    run = asyncio.create_task(runtime.exec(["sleep", "4242"]))
+    run = asyncio.create_task(runtime.exec(["sleep", NAP]))
     await asyncio.sleep(0)
     run.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -156,9 +158,9 @@ async def test_many_programs_at_once(make: Make, name: str) -> None:
 @both
 async def test_a_background_child_that_holds_the_output_does_not_delay_the_return(make: Make, name: str) -> None:
     runtime = await make(name)
-    result = await runtime.exec(["sh", "-c", "sleep 4242 & echo done"], timeout=60)
+    result = await runtime.exec(["sh", "-c", f"sleep {NAP} & echo done"], timeout=60)
     assert (result.exit_code, result.stdout, result.timed_out) == (0, b"done\n", False)
-    assert len(sleepers()) == 1
+    await eventually(lambda: len(sleepers()) == 1)
     assert (await runtime.exec(["true"])).exit_code == 0
     await runtime.kill_all()
     assert sleepers() == []
@@ -177,7 +179,7 @@ async def test_kill_all_ends_a_running_program_and_its_caller_is_told(make: Make
 @both
 async def test_a_program_that_kills_its_supervisor_gains_nothing(make: Make, name: str) -> None:
     runtime = await make(name)
-    result = await runtime.exec(["sh", "-c", "sleep 4242 & kill -9 $PPID; sleep 1000"], timeout=60)
+    result = await runtime.exec(["sh", "-c", f"sleep {NAP} & kill -9 $PPID; sleep 1000"], timeout=60)
     assert (result.exit_code, result.timed_out) == (-9, False)
     assert sleepers() == []
     assert (await runtime.exec(["echo", "alive"])).stdout == b"alive\n"
@@ -234,7 +236,7 @@ async def test_a_file_grows_while_the_program_runs(make: Make, name: str, tmp_pa
 @both
 async def test_destroy_kills_everything_keeps_the_workspace_and_may_be_called_twice(make: Make, name: str) -> None:
     runtime = await make(name)
-    await runtime.exec(["sh", "-c", ESCAPE + "sleep 4242 & echo made > file"])
+    await runtime.exec(["sh", "-c", ESCAPE + f"sleep {NAP} & echo made > file"])
     run = asyncio.create_task(runtime.exec(["sh", "-c", "touch ready; sleep 1000"]))
     await started(runtime.workspace / "ready")
     await asyncio.gather(runtime.destroy(), runtime.destroy())
@@ -270,7 +272,7 @@ async def test_limits_are_held_or_said_not_to_be(make: Make, name: str) -> None:
         eat = await runtime.exec(["/usr/bin/python3", "-c", "x = bytearray(200 << 20); print(len(x))"], timeout=60)
         assert eat.exit_code == -9
     if "pids" in runtime.limits_enforced:
-        forks = "i=0; while [ $i -lt 60 ]; do sleep 4242 & i=$((i+1)); done; echo all"
+        forks = f"i=0; while [ $i -lt 60 ]; do sleep {NAP} & i=$((i+1)); done; echo all"
         assert b"all" not in (await runtime.exec(["sh", "-c", forks], timeout=60)).stdout
         await runtime.kill_all()
     assert (await runtime.exec(["echo", "alive"])).stdout == b"alive\n"

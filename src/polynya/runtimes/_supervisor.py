@@ -36,7 +36,10 @@ TAIL = 64 * 1024
 PIPE_MAX = 1 << 20
 """More than this cannot wait in a pipe: what a dead program wrote is read within this bound."""
 
-PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER = 4, 24, 36
+INNER_NAME = b"polynya-inner"
+"""What the kernel calls the inner process, so that a sweep lets it do its work."""
+
+PR_SET_DUMPABLE, PR_SET_NAME, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER = 4, 15, 24, 36
 PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL = 38, 47, 4
 CAPABILITY_VERSION_3 = 0x20080522
 
@@ -169,6 +172,7 @@ def launch(config: dict[str, Any], stdio: list[int], groups: list[int]) -> NoRet
 
 def inner(config: dict[str, Any], stdio: list[int], groups: list[int], orders: int, answers: int) -> NoReturn:
     """Start the program, reap whatever is orphaned below it, obey the one order. Ends when no child is left."""
+    libc.prctl(PR_SET_NAME, ctypes.c_char_p(INNER_NAME))
     os.setsid()
     check(prctl(PR_SET_CHILD_SUBREAPER, 1), "PR_SET_CHILD_SUBREAPER")
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

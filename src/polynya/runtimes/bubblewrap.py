@@ -50,8 +50,9 @@ GENERATED = {
     "hosts": "127.0.0.1 localhost sandbox\n::1 localhost\n",
     "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\n",
 }
-# Process 1 must reap what is orphaned to it, and must not be killable from inside: a `sleep` whose children the kernel reaps.
-PAUSE = "echo ready; exec env --ignore-signal=CHLD sleep infinity >/dev/null 2>&1"
+# Process 1 must reap what is orphaned to it, must not be killable from inside, and must end when polynya does, even in the
+# first milliseconds, in which --die-with-parent does not hold: a `cat` on a pipe from us, whose children the kernel reaps.
+PAUSE = "echo ready; exec env --ignore-signal=CHLD cat >/dev/null 2>&1"
 NO_NAMESPACES = (
     "allow unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
     "kernel.apparmor_restrict_unprivileged_userns=0), run as root, or say `runtime: local` for no isolation"
@@ -85,6 +86,7 @@ class BubblewrapRuntime(Sandbox):
         await asyncio.to_thread(_await_death, self._first)
         os.close(self._first)
         await asyncio.to_thread(self._process.wait)
+        _close(self._process)
         await self._programs.kill_all()
         self._namespaces.close()
 
@@ -159,6 +161,7 @@ class BubblewrapProvider:
         except OSError as exc:
             process.kill()
             process.wait()
+            _close(process)
             raise RuntimeFailure(f"bubblewrap: the sandbox ended at its start: {exc}") from exc
 
         async def kill_orphans(alone: bool) -> None:
@@ -236,8 +239,15 @@ async def _start(bwrap: str, args: list[str], label: str) -> tuple[subprocess.Po
         return process, await asyncio.to_thread(_await_ready, process, info_reader)
     except BaseException:
         process.kill()
+        _close(process)
         await asyncio.shield(asyncio.to_thread(process.wait))
         raise
+
+
+def _close(process: subprocess.Popen[bytes]) -> None:
+    """Let go of the pipe on which the sandbox's life hangs."""
+    if process.stdin is not None:
+        process.stdin.close()
 
 
 def _spawn(bwrap: str, args: list[str], label: str) -> tuple[subprocess.Popen[bytes], int]:
@@ -253,7 +263,7 @@ def _spawn(bwrap: str, args: list[str], label: str) -> tuple[subprocess.Popen[by
         command = [bwrap, *args, "--remount-ro", "/", "--info-fd", str(info_writer), "--", "/bin/sh", "-c", PAUSE]
         process = subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             pass_fds=[info_writer, *files],

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from polynya.runtimes._supervisor import INNER_NAME
+
 KILL_SECONDS = 10.0
 
 
@@ -28,8 +30,19 @@ def labels() -> dict[int, str]:
 
 
 def kill_labelled(matches: Callable[[str], bool]) -> dict[int, str]:
-    """Kill all processes whose label matches, until none is left. Returns those that were found."""
-    return _kill(lambda: {pid: label for pid, label in labels().items() if matches(label)})
+    """Kill all processes whose label matches, until none is left. Returns those that were found.
+
+    The inner halves of supervisors come last: left without the outer one they kill their tree, labelled or not, and end.
+    """
+
+    def find() -> dict[int, str]:
+        return {pid: label for pid, label in labels().items() if matches(label)}
+
+    found = find()
+    inner = [pid for pid, parent in _parents() if (pid in found or parent in found) and _is_inner(pid)]
+    first = _kill(lambda: {pid: label for pid, label in find().items() if not _is_inner(pid)})
+    _wait(inner, time.monotonic() + KILL_SECONDS)
+    return found | first | _kill(find)
 
 
 def kill_below(pid: int) -> None:
@@ -64,13 +77,34 @@ def _kill_and_wait(pids: list[int], deadline: float) -> None:
         for fd in handles:
             with contextlib.suppress(OSError):
                 signal.pidfd_send_signal(fd, signal.SIGKILL)
-        for fd in handles:
-            poller = select.poll()
-            poller.register(fd, select.POLLIN)
-            poller.poll(max(0, int((deadline - time.monotonic()) * 1000)))
+        _wait_handles(handles, deadline)
     finally:
         for fd in handles:
             os.close(fd)
+
+
+def _wait(pids: list[int], deadline: float) -> None:
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            fd = os.pidfd_open(pid)
+            try:
+                _wait_handles([fd], deadline)
+            finally:
+                os.close(fd)
+
+
+def _wait_handles(handles: list[int], deadline: float) -> None:
+    for fd in handles:
+        poller = select.poll()
+        poller.register(fd, select.POLLIN)
+        poller.poll(max(0, int((deadline - time.monotonic()) * 1000)))
+
+
+def _is_inner(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/comm").read_bytes().strip() == INNER_NAME
+    except OSError:
+        return False
 
 
 def _pids() -> Iterator[int]:
