@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from polynya.errors import CaptureError, EngineNotTrainable, PolynyaError, UsageError
+from polynya.errors import CaptureError, EngineNotTrainable, PolynyaError, SessionCancelled, UsageError
 
 EXIT_INFRA = 1
 EXIT_USAGE = 2
@@ -35,6 +35,8 @@ def exit_code_of(error: PolynyaError) -> int:
             return EXIT_NOT_TRAINABLE
         case CaptureError():
             return EXIT_STORAGE
+        case SessionCancelled():
+            return EXIT_INTERRUPTED
         case _:
             return EXIT_PART
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -94,32 +95,32 @@ def _line(result: SessionResult) -> Text:
 
 def final_table(results: Sequence[SessionResult]) -> Table:
     """One row a session, and a last one with the sums."""
-    table = Table(title=None, header_style="bold", row_styles=["", "dim"], show_footer=True)
     total = {
         "calls": sum(result.ledger.calls for result in results),
         "captured": sum(result.ledger.captured for result in results),
         "trained": sum(result.ledger.trained for result in results),
-        "traces": sum(result.num_traces for result in results),
+        "rows": sum(result.num_traces for result in results),
     }
     rewards = [result.reward for result in results if result.reward is not None]
     mean = f"{sum(rewards) / len(rewards):.2f}" if rewards else "–"
-    table.add_column("session", footer=f"{len(results)} sessions")
-    table.add_column("status")
-    table.add_column("reward", justify="right", footer=f"mean {mean}")
+    table = Table(header_style="bold", footer_style="bold", box=SIMPLE_HEAD, show_footer=True, pad_edge=False)
+    table.add_column("session", footer=f"{len(results)} sessions", no_wrap=True, min_width=12)
+    table.add_column("status", footer="mean", no_wrap=True, min_width=9)
+    table.add_column("reward", footer=mean, justify="right", no_wrap=True)
     for name, footer in total.items():
-        table.add_column(name, justify="right", footer=f"{footer:,}")
-    for stage in ("init", "running", "postrun"):
-        table.add_column(f"{stage} s", justify="right")
+        table.add_column(name, footer=f"{footer:,}", justify="right", no_wrap=True)
+    table.add_column("seconds", justify="right", no_wrap=True)
     for result in sorted(results, key=lambda item: (item.task_id, item.sample_index)):
+        seconds = sum(result.timings.get(stage, 0.0) for stage in ("init", "running", "postrun"))
         table.add_row(
             result.session_id,
             Text(str(result.status), style=_STATUS_STYLE.get(result.status, "yellow")),
-            _reward(result.reward),
+            Text(_reward(result.reward), style="green" if result.reward else ""),
             str(result.ledger.calls),
             f"{result.ledger.captured:,}",
             f"{result.ledger.trained:,}",
             str(result.num_traces),
-            *(f"{result.timings.get(stage, 0.0):.1f}" for stage in ("init", "running", "postrun")),
+            f"{seconds:.1f}",
         )
     return table
 

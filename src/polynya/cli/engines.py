@@ -9,7 +9,6 @@ from typing import Annotated
 import msgspec
 import typer
 
-from polynya.config import cache_dir
 from polynya.engines import create_engine
 from polynya.engines.base import Engine
 
@@ -43,6 +42,19 @@ class MadeEngine(msgspec.Struct, frozen=True):
 
 def make_engine(name: str, model: str | None, progress: Callable[[str], None], log: Path | None) -> MadeEngine:
     """Nothing is started yet. Raises ConfigError for a name that is none."""
-    slots = _EMBEDDED_SLOTS if name == "embedded" else None
-    engine = create_engine(name, model=model, cache=cache_dir(), progress=progress, log=log, slots=slots or 1)
-    return MadeEngine(engine, slots)
+    engine = create_engine(name, model=model, progress=_download_progress(progress), log=log)
+    return MadeEngine(engine, _EMBEDDED_SLOTS if name == "embedded" else None)
+
+
+def _download_progress(say: Callable[[str], None]) -> Callable[[int, int, str], None]:
+    """One line every tenth of a download, and when what is done changes."""
+    last: tuple[str, int] = ("", -1)
+
+    def report(done: int, total: int, text: str) -> None:
+        nonlocal last
+        tenths = done * 10 // total if total else 0
+        if (text, tenths) != last:
+            last = (text, tenths)
+            say(f"{text}: {done / 1e6:,.0f} of {total / 1e6:,.0f} MB" if total else text)
+
+    return report

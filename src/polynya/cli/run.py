@@ -17,7 +17,7 @@ from polynya.cli.console import EXIT_INFRA, EXIT_INTERRUPTED, err, errors_said, 
 from polynya.cli.display import Display, final_lines, final_table
 from polynya.cli.engines import EngineOption, ModelOption, make_engine
 from polynya.config import NodeLimits, Settings, cache_dir
-from polynya.errors import TaskFileError
+from polynya.errors import SessionCancelled, TaskFileError
 from polynya.rollout.rundir import read_results
 from polynya.rollout.runner import RunHooks, Runner, RunOptions
 from polynya.rollout.tasks import load_tasks
@@ -94,6 +94,8 @@ def execute(
         hooks = RunHooks(on_event=display.on_event, on_progress=display.on_progress, on_start=display.on_start)
         runner = Runner(specs, made.engine, options, hooks)
         record = uvloop.run(_with_signals(runner))
+    if record is None:
+        raise SessionCancelled("interrupted before any session began", fix="run it again")
     _show(record, path, as_json)
     if runner.stopped:
         err.print(f"interrupted; go on with --resume --out {path}")
@@ -101,12 +103,22 @@ def execute(
     return EXIT_INFRA if record["summary"]["by_status"].get("infra_error") else 0
 
 
-async def _with_signals(runner: Runner) -> dict[str, Any]:
+async def _with_signals(runner: Runner) -> dict[str, Any] | None:
+    """None: a signal came while the parts were still being made ready, so there is nothing to keep."""
     loop = asyncio.get_running_loop()
+    running = asyncio.ensure_future(runner.run())
+
+    def stop() -> None:
+        runner.stop()
+        if not runner.begun:
+            running.cancel()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, runner.stop)
+        loop.add_signal_handler(number, stop)
     try:
-        return await runner.run()
+        return await running
+    except asyncio.CancelledError:
+        return None
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
