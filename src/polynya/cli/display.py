@@ -103,13 +103,13 @@ def final_table(results: Sequence[SessionResult]) -> Table:
     }
     rewards = [result.reward for result in results if result.reward is not None]
     mean = f"{sum(rewards) / len(rewards):.2f}" if rewards else "–"
-    table = Table(header_style="bold", footer_style="bold", box=SIMPLE_HEAD, show_footer=True, pad_edge=False)
-    table.add_column("session", footer=f"{len(results)} sessions", no_wrap=True, min_width=12)
+    table = Table(header_style="bold", footer_style="bold", box=SIMPLE_HEAD, show_footer=True, pad_edge=False, collapse_padding=True)
+    table.add_column("session", footer=f"{len(results)} sessions", no_wrap=True, min_width=17)
     table.add_column("status", footer="mean", no_wrap=True, min_width=9)
     table.add_column("reward", footer=mean, justify="right", no_wrap=True)
     for name, footer in total.items():
         table.add_column(name, footer=f"{footer:,}", justify="right", no_wrap=True)
-    table.add_column("seconds", justify="right", no_wrap=True)
+    table.add_column("s", justify="right", no_wrap=True)
     for result in sorted(results, key=lambda item: (item.task_id, item.sample_index)):
         seconds = sum(result.timings.get(stage, 0.0) for stage in ("init", "running", "postrun"))
         table.add_row(
