@@ -60,7 +60,7 @@ class Display:
             self._stages.pop(event.session_id, None)
             self._done.append(event.result)
             if self._live is None:
-                self._console.print(_line(event.result))
+                self._console.print(session_line(event.result))
         elif self._live is None and event.stage == Stage.RUNNING:
             self._console.print(Text(f"  running  {event.session_id}", style="dim"))
 
@@ -74,7 +74,7 @@ class Display:
         for session_id, stage in list(self._stages.items())[:_ROWS]:
             elapsed = f"{now - self._since[session_id]:5.0f} s"
             table.add_row(Text(session_id), Text(stage, style=_STAGE_STYLE.get(stage, "")), elapsed)
-        recent = [_line(result) for result in self._done[-_ROWS:]]
+        recent = [session_line(result) for result in self._done[-_ROWS:]]
         return Group(head, table, *recent, Text(self._note, style="dim"))
 
 
@@ -82,7 +82,8 @@ def _reward(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}"
 
 
-def _line(result: SessionResult) -> Text:
+def session_line(result: SessionResult) -> Text:
+    """What is said when a session ends."""
     mark = Text("✓ " if result.reward else "· ", style="green" if result.reward else "dim")
     status = Text(f"{result.status:<10}", style=_STATUS_STYLE.get(result.status, "yellow"))
     tail = f" reward {_reward(result.reward):>4}  calls {result.num_calls:>2}  sampled {result.sampled_tokens:>5}"
@@ -103,7 +104,14 @@ def final_table(results: Sequence[SessionResult]) -> Table:
     }
     rewards = [result.reward for result in results if result.reward is not None]
     mean = f"{sum(rewards) / len(rewards):.2f}" if rewards else "–"
-    table = Table(header_style="bold", footer_style="bold", box=SIMPLE_HEAD, show_footer=True, pad_edge=False, collapse_padding=True)
+    table = Table(
+        header_style="bold",
+        footer_style="bold",
+        box=SIMPLE_HEAD,
+        show_footer=True,
+        pad_edge=False,
+        collapse_padding=True,
+    )
     table.add_column("session", footer=f"{len(results)} sessions", no_wrap=True, min_width=17)
     table.add_column("status", footer="mean", no_wrap=True, min_width=9)
     table.add_column("reward", footer=mean, justify="right", no_wrap=True)
