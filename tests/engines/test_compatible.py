@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
-from .asking import BASH, ask, chat
 
 from polynya.engines.base import Engine
 from polynya.engines.compatible import CompatibleEngine
@@ -15,6 +14,8 @@ from polynya.engines.http import HttpSettings
 from polynya.engines.scripted import Fault, Script, ScriptedApp, Step, scripted_app, serve
 from polynya.engines.scripted.script import FaultKind
 from polynya.errors import ConfigError, ContextOverflow, EngineProtocolError, EngineRejected, EngineUnavailable
+
+from .asking import BASH, ask, chat
 
 
 @asynccontextmanager
@@ -197,7 +198,7 @@ async def test_token_texts_come_in_one_request_and_survive_the_separator() -> No
 
 async def test_a_model_that_is_not_served_is_refused_by_name() -> None:
     async with serve(scripted_app()) as url:
-        with pytest.raises(ConfigError, match="'other' is not served.*scripted"):
+        with pytest.raises(ConfigError, match=r"'other' is not served.*scripted"):
             await CompatibleEngine(url, model="other").start()
 
 

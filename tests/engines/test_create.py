@@ -26,7 +26,7 @@ def test_the_built_in_names() -> None:
 
 
 def test_an_unknown_name_is_refused_with_those_that_are_known() -> None:
-    with pytest.raises(ConfigError, match="'vllm' is no engine.*embedded, scripted.*http://localhost"):
+    with pytest.raises(ConfigError, match=r"'vllm' is no engine.*embedded, scripted.*http://localhost"):
         create_engine("vllm")
 
 
@@ -35,5 +35,5 @@ def test_a_third_party_engine_is_found_by_its_entry_point(monkeypatch: pytest.Mo
     broken = EntryPoint(name="broken", value="no_such_module_anywhere:X", group=engines.ENTRY_POINT_GROUP)
     monkeypatch.setattr(engines, "entry_points", lambda group: EntryPoints([entry, broken]).select(group=group))
     assert isinstance(create_engine("mine", model="smollm2-135m"), LlamaCppEngine)
-    with pytest.raises(ConfigError, match="'broken'.*cannot be loaded"):
+    with pytest.raises(ConfigError, match=r"'broken'.*cannot be loaded"):
         create_engine("broken")

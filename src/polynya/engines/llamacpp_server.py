@@ -36,7 +36,11 @@ def main(argv: list[str] | None = None) -> int:
     if not key:
         print(f"{KEY_VARIABLE} is empty: the server would be open to every local user", file=sys.stderr)
         return 2
-    server = _start(options, key)
+    try:
+        server = _start(options, key)
+    except (RuntimeError, ValueError, OSError, ImportError) as exc:
+        print(f"{type(exc).__name__}: {exc}", file=sys.stderr)
+        return 1
     # whatever llama.cpp prints belongs into the log, so the one line that the parent reads stands alone
     print(json.dumps({"address": server.listening_address, "pid": os.getpid()}), flush=True)
     sys.stdin.buffer.read()

@@ -46,23 +46,21 @@ def parse_calls(text: str, offered: Collection[str]) -> ParsedText:
     kept: list[str] = []
     calls: list[FoundCall] = []
     unparsed = 0
-    position = 0
+    taken = position = 0
     while (start := _START.search(text, position)) is not None:
         member = _call_at(text, start.end(), offered)
         if member is None:
             unparsed += _looks_like_call(text, start)
-            step = max(start.end(), start.start() + 1)
-            kept.append(text[position:step])
-            position = step
+            # past the brace too: it was looked at, whatever opened before it
+            position = start.end() + 1
             continue
         call, end = member
-        kept.append(text[position : start.start()])
         calls.append(call)
-        position = _close(text, end, start)
-    kept.append(text[position:])
+        kept.append(text[taken : start.start()])
+        taken = position = _close(text, end, start)
     if not calls:
         return ParsedText(text=text, unparsed=unparsed)
-    rest = [piece.strip() for piece in _joined(kept)]
+    rest = [piece.strip() for piece in (*kept, text[taken:])]
     return ParsedText(text="\n".join(piece for piece in rest if piece), calls=calls, unparsed=unparsed)
 
 
@@ -124,8 +122,3 @@ def _looks_like_call(text: str, start: re.Match[str]) -> int:
         return 1
     ahead = text[start.end() : start.end() + 4096]
     return int(ahead.startswith("{") and '"name"' in ahead and '"arguments"' in ahead)
-
-
-def _joined(pieces: list[str]) -> list[str]:
-    """Neighbours that were cut only to look further are one piece again."""
-    return ["".join(pieces)] if len(pieces) == 1 else pieces

@@ -1,0 +1,104 @@
+"""The adapter against a real vLLM server (`scripts/vllm_cpu.sh` starts one and prints the variable to set)."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from polynya.engines import create_engine
+from polynya.engines.compatible import CompatibleEngine
+from polynya.errors import ContextOverflow, EngineRejected
+
+from .asking import BASH, ask, chat
+
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine() -> AsyncIterator[CompatibleEngine]:
+    url = os.environ.get("POLYNYA_TEST_VLLM_URL")
+    if not url:
+        pytest.fail("POLYNYA_TEST_VLLM_URL is not set: run scripts/vllm_cpu.sh and export what it prints")
+    made = create_engine(url, timeout=120)
+    assert isinstance(made, CompatibleEngine)
+    await made.start()
+    yield made
+    await made.close()
+
+
+async def test_the_probe_finds_all_that_training_needs(engine: CompatibleEngine) -> None:
+    info = engine.info
+    assert info.kind == "vllm" and info.build is not None and info.window is not None
+    assert info.trainable and info.token_in
+    assert info.logprob_kind == "raw"
+    assert info.stop_ids == [2]
+
+
+async def test_ids_and_logprobs_align_and_the_stop_token_is_among_them(engine: CompatibleEngine) -> None:
+    reply = await engine.generate(ask("What is the capital of France?", temperature=0.0, max_tokens=40))
+    assert reply.sampled_ids is not None and reply.logprobs is not None
+    assert reply.sampled_ids.size == reply.logprobs.size == reply.reply.usage.completion_tokens
+    assert (reply.sampled_ids[-1], reply.finish_reason) == (2, "stop")
+    assert "Paris" in reply.reply.text
+
+
+async def test_counted_tokens_are_those_conditioned_on(engine: CompatibleEngine) -> None:
+    for tools in (None, [BASH]):
+        reply = await engine.generate(ask("hi 🙂", tools=tools, max_tokens=1))
+        assert reply.prompt_ids is not None
+        assert np.array_equal(await engine.render_ids(chat("hi 🙂", tools=tools)), reply.prompt_ids)
+
+
+async def test_six_turns_of_given_ids_stay_one_exact_chain(engine: CompatibleEngine) -> None:
+    first = await engine.generate(ask("Tell me a story", max_tokens=12, seed=5))
+    assert first.prompt_ids is not None and first.sampled_ids is not None
+    chain = np.concatenate([first.prompt_ids, first.sampled_ids])
+    for turn in range(5):
+        tail = np.array([2, 198, 1, 4093, 198, 5820 + turn, 2, 198, 1, 520, 9531, 198])
+        prompt = np.concatenate([chain, tail]).astype(np.int32)
+        reply = await engine.generate(ask("ignored", prompt_ids=prompt, max_tokens=12, seed=turn))
+        assert np.array_equal(reply.prompt_ids, prompt)
+        assert reply.sampled_ids is not None
+        chain = np.concatenate([prompt, reply.sampled_ids])
+
+
+async def test_bad_ids_are_refused(engine: CompatibleEngine) -> None:
+    with pytest.raises(EngineRejected):
+        await engine.generate(ask(prompt_ids=np.array([2_000_000_000], dtype=np.int32), max_tokens=1))
+
+
+async def test_a_prompt_beyond_the_window_overflows(engine: CompatibleEngine) -> None:
+    with pytest.raises(ContextOverflow) as caught:
+        await engine.generate(ask("word " * 6000, max_tokens=1))
+    assert caught.value.window == engine.info.window
+
+
+async def test_an_answer_limit_above_the_window_is_refused_and_is_no_overflow(engine: CompatibleEngine) -> None:
+    with pytest.raises(EngineRejected, match="cannot be greater than max_model_len"):
+        await engine.generate(ask("hi", max_tokens=100_000))
+
+
+async def test_cancelling_frees_the_engine(engine: CompatibleEngine) -> None:
+    async def running() -> float:
+        text = (await engine.http.get("/metrics")).body.decode()
+        values = [
+            line.rpartition(" ")[2] for line in text.splitlines() if line.startswith("vllm:num_requests_running{")
+        ]
+        return sum(map(float, values))
+
+    call = asyncio.create_task(engine.generate(ask("Count", max_tokens=3000, logit_bias={"2": -100.0})))
+    async with asyncio.timeout(60):
+        while not await running():
+            pass
+        call.cancel()
+        while await running():
+            pass
+    assert (await asyncio.wait({call}))[0] == {call}
+
+
+async def test_display_texts_of_ids(engine: CompatibleEngine) -> None:
+    texts = await engine.token_texts([2, 19556, 314])
+    assert texts == {2: "<|im_end|>", 19556: "Hello", 314: " is"}
