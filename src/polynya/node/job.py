@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +22,7 @@ from polynya.harnesses.base import Endpoint, Harness, Installed, Progress, Verdi
 from polynya.node.trajectory import trajectory_of
 from polynya.runtimes import provider
 from polynya.runtimes.base import ExecResult, Runtime, RuntimeProvider
+from polynya.runtimes.files import remove_tree
 from polynya.runtimes.workspace import copy_workspace, prepare_workspace
 from polynya.schema import ErrorInfo, Ledger, Provenance, RuntimeSpec, Score, Session, SessionResult, Status, Trajectory
 
@@ -156,8 +156,10 @@ class Job:
         self.reward, self.scores = await evaluate_all(task.evaluator, context)
 
     async def cleanup(self) -> None:
-        await self.stop_agent()
-        await asyncio.to_thread(shutil.rmtree, self._root, ignore_errors=True)
+        try:
+            await self.stop_agent()
+        finally:
+            await asyncio.to_thread(remove_tree, self._root)
         with contextlib.suppress(OSError):
             self._root.parent.rmdir()
 

@@ -7,6 +7,7 @@ exactly one output, also when a stage fails in a way that nobody foresaw. An inf
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -114,54 +115,73 @@ class _Way:
         self._status = Status.COMPLETED
 
     async def go(self) -> SessionOutput:
+        flags: dict[str, int] = {}
         try:
-            if await self._prepare_and_run():
-                self._judge_run()
-            await self._job.stop_agent()
-            async with self._pools.slot(Stage.POSTRUN):
-                self._lap("queued_postrun")
-                self._announce(self._handle, Stage.POSTRUN)
-                await self._postrun()
-                self._lap("postrun")
+            await self._walk()
+        except Exception as exc:  # whatever it is, this session ends with a result and the others go on
+            _log.exception("session %s failed between its stages", self._handle.session.session_id)
+            self._end(Status.INFRA_ERROR, exc)
+            with contextlib.suppress(Exception):
+                await self._job.build()
         finally:
-            await self._job.cleanup()
+            try:
+                await self._job.cleanup()
+            except Exception:
+                _log.exception("session %s was not cleaned up", self._handle.session.session_id)
+                flags["cleanup_failed"] = 1
         self._timings["total"] = time.monotonic() - self._begin
-        result = session_result(self._job, self._status, self._error, self._timings, self._started_at, self._flags())
+        flags |= self._flags()
+        result = session_result(self._job, self._status, self._error, self._timings, self._started_at, flags)
         return SessionOutput(result=result, trajectory=self._job.trajectory)
+
+    async def _walk(self) -> None:
+        if await self._prepare_and_run():
+            self._judge_run()
+        await self._job.stop_agent()
+        async with self._pools.slot(Stage.POSTRUN):
+            self._lap("queued_postrun")
+            self._announce(self._handle, Stage.POSTRUN)
+            await self._postrun()
+            self._lap("postrun")
 
     async def _prepare_and_run(self) -> bool:
         """INIT, READY, RUNNING. True when the harness was run to some end of its own or of its budget."""
-        budgets = self._handle.session.task.budgets
-        preparing = self._pools.preparing()
-        if not await self._guarded(preparing.__aenter__(), None, "queued"):
+        place = self._pools.place()
+        if not await self._guarded(place.__aenter__(), None, "queued"):
             return False
         try:
-            init = self._pools.slot(Stage.INIT)
-            if not await self._guarded(init.__aenter__(), None, "queued"):
-                return False
-            self._lap("queued")
-            self._announce(self._handle, Stage.INIT)
-            try:
-                prepared = await self._guarded(self._job.init(), budgets.init, "init")
-            finally:
-                await init.__aexit__(None, None, None)
-                self._lap("init")
-            if not prepared:
-                return False
-            self._announce(self._handle, Stage.READY)
-            running = self._pools.slot(Stage.RUNNING)
-            if not await self._guarded(running.__aenter__(), None, "ready"):
-                return False
-            self._lap("ready")
+            return await self._in_place()
         finally:
-            await preparing.__aexit__(None, None, None)
+            await place.__aexit__(None, None, None)
+
+    async def _in_place(self) -> bool:
+        budgets = self._handle.session.task.budgets
+        init = self._pools.slot(Stage.INIT)
+        if not await self._guarded(init.__aenter__(), None, "queued"):
+            return False
+        self._lap("queued")
+        self._announce(self._handle, Stage.INIT)
+        try:
+            prepared = await self._guarded(self._job.init(), budgets.init, "init")
+        finally:
+            await init.__aexit__(None, None, None)
+            self._lap("init")
+        if not prepared:
+            return False
+        self._announce(self._handle, Stage.READY)
+        running = self._pools.slot(Stage.RUNNING)
+        if not await self._guarded(running.__aenter__(), None, "ready"):
+            return False
+        self._lap("ready")
         self._announce(self._handle, Stage.RUNNING)
         try:
             return await self._guarded(self._job.run(), budgets.run, "run")
         finally:
-            await self._job.stop_agent()
-            await running.__aexit__(None, None, None)
-            self._lap("running")
+            try:
+                await self._job.stop_agent()
+            finally:
+                await running.__aexit__(None, None, None)
+                self._lap("running")
 
     async def _guarded(self, work: Awaitable[object], seconds: float | None, stage: str) -> bool:
         """Do one step under a budget and the session's cancellation. False: it ended otherwise, status and error are set."""
@@ -226,7 +246,8 @@ class _Way:
                 await self._job.build()
         except TimeoutError:
             self._end(Status.INFRA_ERROR, StageTimeout("postrun", budget))
-        except PolynyaError as exc:
+        except Exception as exc:
+            _log.error("session %s cannot be built", self._handle.session.session_id, exc_info=exc)
             self._end(Status.INFRA_ERROR, exc)
         if self._status in (Status.INFRA_ERROR, Status.CANCELLED):
             return

@@ -1,7 +1,8 @@
 """The pools of a node. A stage's slots are its own, so a slow stage never holds another's workers.
 
-A READY slot is taken before INIT begins and given back when RUNNING begins: so a prepared runtime never waits while
-holding an INIT slot, and no more runtimes are prepared than the buffer holds.
+There is a place for each session that runs and for each that waits prepared. A place is taken before INIT begins and given
+back when RUNNING ends: so a prepared runtime never waits while holding an INIT slot, and while all RUNNING slots are taken no
+more runtimes are prepared, or being prepared, than the READY buffer holds.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from polynya.schema import Stage
 
 class Pools:
     def __init__(self, limits: NodeLimits) -> None:
-        self._ready = asyncio.Semaphore(limits.ready + limits.init)
+        self._places = asyncio.Semaphore(limits.ready + limits.running)
         self._slots = {
             Stage.INIT: asyncio.Semaphore(limits.init),
             Stage.RUNNING: asyncio.Semaphore(limits.running),
@@ -27,9 +28,9 @@ class Pools:
         self.peak: Counter[Stage] = Counter()
 
     @contextlib.asynccontextmanager
-    async def preparing(self) -> AsyncIterator[None]:
-        """Held from INIT until RUNNING begins."""
-        async with self._ready:
+    async def place(self) -> AsyncIterator[None]:
+        """Held from before INIT until RUNNING has ended."""
+        async with self._places:
             yield
 
     @contextlib.asynccontextmanager

@@ -5,6 +5,7 @@ The rooms above ask here, since runtimes, harnesses and evaluators are known to 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from polynya import evaluators, harnesses, runtimes
 from polynya.errors import TaskFileError
 from polynya.harnesses.base import Progress
 from polynya.runtimes.base import Check
+from polynya.runtimes.files import remove_tree
 from polynya.schema import TaskSpec
 from polynya.tokens import BUILDERS
 
@@ -62,10 +64,11 @@ async def checks(cache: Path) -> dict[str, list[Check]]:
     }
 
 
-async def sweep(label_prefix: str) -> list[str]:
-    """Remove what a killed process left behind, in every runtime that works here."""
+async def sweep(label_prefix: str, work: Path) -> list[str]:
+    """Remove what a killed process left behind: its sandboxes, in every runtime that works here, then their folders."""
     found: list[str] = []
     for provider in runtimes.all_providers():
         if (await provider.check()).ok:
             found += await provider.sweep(label_prefix)
+    await asyncio.to_thread(lambda: remove_tree(*work.iterdir()))
     return found

@@ -19,7 +19,7 @@ from polynya.capture.journal import Journal
 from polynya.capture.store import CaptureStore
 from polynya.config import Settings
 from polynya.engines.base import Engine
-from polynya.errors import ConfigError, EngineError, EngineNotTrainable
+from polynya.errors import CaptureError, ConfigError, EngineError, EngineNotTrainable
 from polynya.gateway.server import Gateway
 from polynya.gateway.sessions import GatewaySession, SessionGrant
 from polynya.node.job import error_info
@@ -119,7 +119,7 @@ class ManualSession:
             num_traces=len(trajectory.traces),
             prompt_tokens=sum(call.prompt_len for call in trajectory.calls),
             sampled_tokens=sum(call.sampled_len for call in trajectory.calls),
-            error=error_info(RuntimeError(failed)) if failed else None,
+            error=error_info(CaptureError(failed)) if failed else None,
             timings={"total": round(time.time() - self._started, 3)},
             started_at=self._started,
             flags=dict(self._session.flags),
@@ -157,4 +157,6 @@ class ManualSession:
         if self._journal is not None:
             await self._journal.close()
         await self._engine.close()
+        if not self._record:
+            await asyncio.to_thread(self._rundir.discard)
         await asyncio.to_thread(self._rundir.close)

@@ -12,6 +12,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ from polynya.tokens.ledger import total
 _GROWTH = 1.25
 _ROW_GROUP = 64
 """Rows that a reader must hold at once: a row may be 35,000 tokens and more."""
+_PROBE_BYTES = 1 << 20
+_OURS = {".lock", "capture", "logs", "parts", "sessions.jsonl", "view.html", "work"}
+"""What a run leaves that never came to its ``run.json``."""
 _TABLES = {"calls": CALLS, "traces": TRACES}
 _PARQUET: dict[str, Any] = {"compression": "zstd", "compression_level": 3}
 _decode_result = msgspec.json.Decoder(SessionResult).decode
@@ -70,15 +74,20 @@ class RunDir:
 
     def create(self) -> None:
         """A new run. Raises RunDirError when there is one already, or the directory cannot be made."""
-        if (self.path / "run.json").exists():
-            raise RunDirError(
-                f"{self.path} holds a run already", fix="pass --resume to go on with it, or choose another --out"
-            )
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            if foreign := [entry.name for entry in self.path.iterdir() if entry.name not in (".lock", "view.html")]:
+            names = {entry.name for entry in self.path.iterdir()}
+            ours = ".lock" in names
+            if ours:
+                self._take_lock()
+            if "run.json" in names:
                 raise RunDirError(
-                    f"{self.path} is not empty ({foreign[0]!r} is in it)", fix="choose an empty or new --out"
+                    f"{self.path} holds a run already", fix="pass --resume to go on with it, or choose another --out"
+                )
+            foreign = names - (_OURS if ours and not self._has_results() else {".lock", "view.html"})
+            if foreign:
+                raise RunDirError(
+                    f"{self.path} is not empty ({min(foreign)!r} is in it)", fix="choose an empty or new --out"
                 )
             self._open()
         except OSError as exc:
@@ -102,10 +111,35 @@ class RunDir:
             raise _explain(exc, self.path) from exc
         return record
 
+    def discard(self) -> None:
+        """Take back a ``create`` that no run followed. Logs stay, if there are any: they say why."""
+        with contextlib.suppress(OSError):
+            if not (self.path / "run.json").exists() and not self._has_results():
+                self._sessions.unlink(missing_ok=True)
+                shutil.rmtree(self.capture, ignore_errors=True)
+                for folder in (self.logs, self.work, self._parts):
+                    with contextlib.suppress(OSError):
+                        folder.rmdir()
+                if [entry.name for entry in self.path.iterdir()] == [".lock"]:
+                    (self.path / ".lock").unlink()
+                    self.path.rmdir()
+
     def close(self) -> None:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+    def check_space(self) -> None:
+        """Raises DiskFull or RunDirError when not even a small record could be written now."""
+        probe = self.path / ".probe"
+        try:
+            with probe.open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, _PROBE_BYTES)
+        except OSError as exc:
+            raise _explain(exc, self.path) from exc
+        finally:
+            with contextlib.suppress(OSError):
+                probe.unlink()
 
     def write_json(self, name: str, value: Any) -> None:
         """Replace a JSON file atomically."""
@@ -150,10 +184,20 @@ class RunDir:
             part.unlink()
         with contextlib.suppress(OSError):
             self._parts.rmdir()
-        with contextlib.suppress(OSError):
-            self.work.rmdir()
+        shutil.rmtree(self.work, ignore_errors=True)
 
     def _open(self) -> None:
+        self._take_lock()
+        for folder in (self.capture, self.logs, self.work, self._parts):
+            folder.mkdir(exist_ok=True)
+        self._sessions.touch()
+
+    def _has_results(self) -> bool:
+        return self._sessions.exists() and self._sessions.stat().st_size > 0
+
+    def _take_lock(self) -> None:
+        if self._lock is not None:
+            return
         lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -163,9 +207,6 @@ class RunDir:
                 f"{self.path} is in use by another polynya process", fix="wait for it, or choose another --out"
             ) from exc
         self._lock = lock
-        for folder in (self.capture, self.logs, self.work, self._parts):
-            folder.mkdir(exist_ok=True)
-        self._sessions.touch()
 
     def _rewrite_sessions(self) -> None:
         self._replace(

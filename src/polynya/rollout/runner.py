@@ -36,7 +36,7 @@ from polynya.tokens.ledger import lost, total
 
 FINISHED = frozenset(str(status) for status in Status if status not in (Status.INFRA_ERROR, Status.CANCELLED))
 """Statuses that ``--resume`` keeps; sessions with another one, or none, run."""
-_RETRIED_BOUNDARIES = {"engine", "runtime"}
+_RETRIED_BOUNDARIES = {"capture", "engine", "runtime"}
 
 
 class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,6 +73,8 @@ class Runner:
         self._commits = asyncio.Lock()
         self._token_ids: set[int] = set()
         self._failure: PolynyaError | None = None
+        self.begun = False
+        """The run directory says so: from here on ``stop`` ends the run and ``--resume`` goes on with it."""
 
     def stop(self) -> None:
         """End early: what runs is cancelled, built and written; the rest is left for ``--resume``."""
@@ -89,6 +91,8 @@ class Runner:
             return await self._with_engine(await asyncio.to_thread(self._open))
         finally:
             await self._engine.close()
+            if not self.begun and not self._options.resume:
+                await asyncio.to_thread(self._rundir.discard)
             await asyncio.to_thread(self._rundir.close)
 
     async def _with_engine(self, record: dict[str, Any]) -> dict[str, Any]:
@@ -102,7 +106,7 @@ class Runner:
             )
         record["engine"] = msgspec.to_builtins(info)
         label = "polynya-" + hashlib.sha256(str(self._rundir.path.absolute()).encode()).hexdigest()[:12]
-        if swept := await sweep(label):
+        if swept := await sweep(label, self._rundir.work.absolute()):
             self._hooks.on_progress(f"removed {len(swept)} leftovers of an earlier, killed run")
         journal = Journal(self._rundir.capture, self._options.settings.journal)
         await asyncio.to_thread(journal.start)
@@ -131,6 +135,7 @@ class Runner:
         self._node = Node(deps, self._options.settings.node, self._hooks.on_event)
         todo, earlier = await asyncio.to_thread(self._plan)
         await asyncio.to_thread(self._rundir.write_json, "run.json", record)
+        self.begun = True
         self._hooks.on_start(todo, self._rundir.results)
         lag = LagMonitor()
         lag.start()
@@ -168,12 +173,24 @@ class Runner:
             handle = self._node.submit(session)
             output = await handle.output()
             tries += 1
+            if output.result.status == Status.INFRA_ERROR and await self._storage_failed():
+                return
             if tries > session.task.retries or not _worth_a_retry(output.result) or self._stopping.is_set():
                 await self._commit(output, earlier)
                 return
             if handle.job is not None and handle.job.gateway_session is not None:
                 earlier.append(handle.job.gateway_session.capture)
             session = msgspec.structs.replace(session, attempt=session.attempt + 1)
+
+    async def _storage_failed(self) -> bool:
+        """Whatever failed, on a full disk no other session can do better: the run ends, and goes on when there is space."""
+        try:
+            await asyncio.to_thread(self._rundir.check_space)
+        except PolynyaError as exc:
+            self._failure = self._failure or exc
+            self.stop()
+            return True
+        return False
 
     async def _commit(self, output: SessionOutput, earlier: Sequence[SessionCapture]) -> None:
         result = output.result
