@@ -239,7 +239,7 @@ def _end_of(reply: EngineReply, shown: ChatReply, request: ChatRequest, vocab_si
         sampled_ids=reply.sampled_ids,
         logprobs=reply.logprobs,
         vocab_size=vocab_size,
-        guided=request.guided,
+        guided=request.guided and "guidance_not_enforced" not in reply.flags,
     )
     message: dict[str, Any] = assistant_message(shown)
     return CallEnd(
