@@ -142,8 +142,11 @@ class RunDir:
                 probe.unlink()
 
     def write_json(self, name: str, value: Any) -> None:
-        """Replace a JSON file atomically."""
-        self._replace(self.path / name, msgspec.json.format(msgspec.json.encode(value), indent=1))
+        """Replace a JSON file atomically. Raises DiskFull or RunDirError."""
+        try:
+            self._replace(self.path / name, msgspec.json.format(msgspec.json.encode(value), indent=1))
+        except OSError as exc:
+            raise _explain(exc, self.path) from exc
 
     def commit(self, result: SessionResult, trajectory: Trajectory | None, earlier: Sequence[Call] = ()) -> None:
         """Make a session finished. ``earlier``: calls of attempts that were lost. Raises DiskFull or RunDirError."""
