@@ -27,8 +27,9 @@ def main() -> int:
         code = execute(tasks, options.engine, options.model, options.out, concurrency=options.concurrency)
         problems = check_run(options.out)
     results = list(read_results(options.out))
-    if code or problems or any(result.ledger.trained == 0 for result in results):
-        out.print(f"exit code {code}; problems: {problems or 'none'}; trained: {[r.ledger.trained for r in results]}")
+    trained = [result.ledger.trained for result in results]
+    if code or problems or min(trained) == 0 or max(trained) < 20:
+        out.print(f"exit code {code}; problems: {problems or 'none'}; trained tokens a session: {trained}")
         return 1
     out.print(f"{len(results)} sessions on {options.engine}: every row valid, ledger balanced")
     return 0

@@ -176,3 +176,11 @@ def test_verdict_of_a_run_that_did_not_reach_its_end(result: ExecResult, stdout:
 def test_settings_that_pi_has_no_flag_for_are_refused(spec: HarnessSpec, names: str) -> None:
     with pytest.raises(TaskFileError, match=names):
         Pi().validate(spec)
+
+
+def test_small_window_leaves_room_for_replies_beside_pis_own_reserve(tmp_path: Path) -> None:
+    endpoint = Endpoint(base_url="http://127.0.0.1:1/s/k", api_key="k", model="m", window=4096, max_tokens=512)
+    installed = Installed(version="1", programs={"node": "/node", "pi": "/pi"})
+    launch = Pi().launch(HarnessSpec(name="pi"), "hi", endpoint, installed, workdir="/workspace", home="/home/agent")
+    (model,) = json.loads(launch.home_files[".pi/agent/models.json"])["providers"]["polynya"]["models"]
+    assert (model["contextWindow"], model["maxTokens"]) == (4096 + 4096, 512)

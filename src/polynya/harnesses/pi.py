@@ -20,6 +20,9 @@ from polynya.schema import HarnessSpec
 
 PACKAGE = "@earendil-works/pi-coding-agent"
 PROVIDER = "polynya"
+RESERVE = 4096
+"""pi keeps this many tokens of the window free, and asks for replies of 1 token when less is left. The gateway clamps replies
+to the window exactly, so pi is told a window that is larger by its reserve."""
 # One structural key of a JSON line; inside a string its quotes would be escaped. The last event that holds the message
 # repeats the whole conversation and is often longer than the tail, so lines cannot be relied on.
 _STOP = re.compile(rb'(?<!\\)"stopReason":"(\w+)"')
@@ -117,7 +120,7 @@ class Pi:
 def _models(endpoint: Endpoint, settings: PiSettings) -> dict[str, Any]:
     model: dict[str, Any] = {
         "id": endpoint.model,
-        "contextWindow": endpoint.window,
+        "contextWindow": endpoint.window + RESERVE,
         "maxTokens": min(endpoint.max_tokens, endpoint.window),
     }
     if settings.thinking not in (None, "off"):
