@@ -21,6 +21,8 @@ from typer.testing import CliRunner
 from polynya.cli.main import app
 from polynya.engines.scripted import Script, scripted_app, serve
 
+from ..rollout.disks import without_rights
+
 ASK = """
 import json, os, urllib.request
 body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "word " * int(os.environ.get("WORDS", "1"))}]})
@@ -68,10 +70,11 @@ class Cli:
         result = CliRunner().invoke(app, [str(arg) for arg in args], catch_exceptions=False)
         return Done(result.exit_code, result.stdout, result.stderr)
 
-    def start(self, *args: str | Path, **env: str) -> subprocess.Popen[str]:
-        """As a process, with pipes on stdout and stderr."""
+    def start(self, *args: str | Path, rights: bool = True, **env: str) -> subprocess.Popen[str]:
+        """As a process, with pipes on stdout and stderr. Without ``rights`` permissions bind root too."""
         argv = [sys.executable, "-m", "polynya.cli.main", *map(str, args)]
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        pipes["preexec_fn"] = None if rights else without_rights
         return subprocess.Popen(argv, cwd=self.folder, env={**os.environ, **env}, **pipes)
 
     def tasks(self, *tasks: dict[str, Any], name: str = "tasks.yaml") -> Path:
