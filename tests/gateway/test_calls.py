@@ -288,6 +288,7 @@ async def test_side_endpoints_answer_without_a_capture(make_rig: MakeRig) -> Non
     async with rig.client.post(f"{base}/v1/unheard-of", json={}) as response:
         assert response.status == 404
     async with rig.client.post(f"{base}/v1/messages?beta=true", json={}) as response:
-        assert response.status == 501
+        assert response.status == 400
+        assert (await response.json())["type"] == "error"
     assert agent.session.capture.calls == []
     assert rig.gateway.app.side_requests["models"] == 1

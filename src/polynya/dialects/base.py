@@ -90,6 +90,10 @@ class Dialect(Protocol):
         """The same, as an event of a stream that began already."""
         ...
 
+    def token_count(self, count: int) -> bytes:
+        """The answer to a request to count tokens."""
+        ...
+
     def models(self, names: list[str], created: int) -> bytes:
         """The answer to a model list."""
         ...

@@ -29,6 +29,14 @@ class ToolSpec(msgspec.Struct, frozen=True, kw_only=True):
     """JSON schema, as sent."""
 
 
+class ToolAlias(msgspec.Struct, frozen=True, kw_only=True):
+    """How the client knows a tool that goes upstream as a plain function."""
+
+    kind: Literal["function", "custom", "local_shell"] = "function"
+    name: str
+    namespace: str = ""
+
+
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     role: Role
     text: str = ""
@@ -80,6 +88,12 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     wants_top_logprobs: int = 0
     template_kwargs: msgspec.Raw | None = None
     """``chat_template_kwargs``, as sent."""
+    tool_aliases: dict[str, ToolAlias] = {}
+    """Upstream function name → the client's tool, for those that differ."""
+    previous_response_id: str = ""
+    """The history before ``messages`` is that of an earlier reply of the session."""
+    compaction: bool = False
+    """The client asks for its history to be condensed."""
     leftovers: dict[str, Any] = {}
     """Fields of the request that polynya has no use for; kept for the record, not sent upstream."""
 

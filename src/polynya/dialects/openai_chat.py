@@ -7,7 +7,6 @@ real clients and OpenAI's API reference. Refuses ``n > 1`` (one capture is one s
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,10 +24,9 @@ from polynya.dialects.neutral import (
     ToolSpec,
     Usage,
 )
+from polynya.dialects.wire import decode_as, encode, pieces, readable
 
 _NULL = msgspec.Raw(b"null")
-_DELTA_CHARS = 256
-"""Characters of a synthetic delta: few large deltas are valid and cheap."""
 
 
 class _Function(msgspec.Struct):
@@ -105,7 +103,6 @@ _message = msgspec.json.Decoder(_WireMessage)
 _part = msgspec.json.Decoder(_Part)
 _tool = msgspec.json.Decoder(_WireTool)
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_encode = msgspec.json.Encoder().encode
 
 _ROLES: dict[str, Role] = {
     "system": "system",
@@ -123,8 +120,8 @@ class OpenAIChat:
     name = "openai_chat"
 
     def parse(self, body: bytes, path: str) -> ChatRequest:
-        body = _readable(body)
-        wire = _decode(_request, body, "")
+        body = readable(body)
+        wire = decode_as(_request, body, "")
         if not wire.messages:
             raise BadRequest("messages: [] is empty; send at least one message", field="messages")
         if wire.n is not None and wire.n != 1:
@@ -139,7 +136,7 @@ class OpenAIChat:
             model=wire.model,
             messages=[_parse_message(raw, f"messages[{i}]") for i, raw in enumerate(wire.messages)],
             tools=_parse_tools(wire.tools or []),
-            tools_raw=msgspec.Raw(_encode(wire.tools)) if wire.tools else None,
+            tools_raw=msgspec.Raw(encode(wire.tools)) if wire.tools else None,
             tool_choice=_given(wire.tool_choice),
             response_format=_given(wire.response_format),
             parallel_tool_calls=wire.parallel_tool_calls,
@@ -159,16 +156,16 @@ class OpenAIChat:
             "logprobs": None,
             "finish_reason": _finish(reply),
         }
-        return _encode(_envelope(head, "chat.completion") | {"choices": [choice], "usage": _usage(reply.usage)})
+        return encode(_envelope(head, "chat.completion") | {"choices": [choice], "usage": _usage(reply.usage)})
 
     def keepalive(self, head: ReplyHead) -> bytes:
         return self._chunk(head, {})
 
     def stream(self, request: ChatRequest, reply: ChatReply, head: ReplyHead) -> Iterator[bytes]:
         yield self._chunk(head, {"role": "assistant", "content": ""})
-        for piece in _pieces(reply.reasoning):
+        for piece in pieces(reply.reasoning):
             yield self._chunk(head, {"reasoning_content": piece})
-        for piece in _pieces(reply.text):
+        for piece in pieces(reply.text):
             yield self._chunk(head, {"content": piece})
         for index, call in enumerate(reply.tool_calls):
             first = {
@@ -178,7 +175,7 @@ class OpenAIChat:
                 "function": {"name": call.name, "arguments": ""},
             }
             yield self._chunk(head, {"tool_calls": [first]})
-            for piece in _pieces(call.arguments):
+            for piece in pieces(call.arguments):
                 yield self._chunk(head, {"tool_calls": [{"index": index, "function": {"arguments": piece}}]})
         last = self._chunk(head, {}, finish_reason=_finish(reply))
         if request.include_usage:
@@ -186,14 +183,17 @@ class OpenAIChat:
         yield last + b"data: [DONE]\n\n"
 
     def error(self, error: WireError) -> bytes:
-        return _encode({"error": _error_object(error)})
+        return encode({"error": _error_object(error)})
 
     def stream_error(self, error: WireError) -> bytes:
         return _event({"error": _error_object(error)})
 
+    def token_count(self, count: int) -> bytes:
+        return encode({"object": "response.input_tokens", "input_tokens": count})
+
     def models(self, names: list[str], created: int) -> bytes:
         data = [{"id": name, "object": "model", "created": created, "owned_by": "polynya"} for name in names]
-        return _encode({"object": "list", "data": data})
+        return encode({"object": "list", "data": data})
 
     def _chunk(self, head: ReplyHead, delta: dict[str, Any], finish_reason: str | None = None) -> bytes:
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
@@ -213,36 +213,6 @@ def assistant_message(reply: ChatReply) -> dict[str, Any]:
     return message
 
 
-_ESCAPE = re.compile(
-    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL
-)
-
-
-def _readable(body: bytes) -> bytes:
-    """The body itself, unless it holds half a surrogate pair: clients that cut texts by UTF-16 units send such escapes.
-
-    No tokenizer takes them, and the client would send them again with every later turn, so they become U+FFFD.
-    """
-    try:
-        body.decode()
-    except UnicodeDecodeError as exc:
-        raise BadRequest(f"body is not UTF-8: {exc.reason} at byte {exc.start}") from exc
-    if b"\\ud" not in body and b"\\uD" not in body:
-        return body
-    return _ESCAPE.sub(lambda found: b"\\ufffd" if found.group(1) else found.group(), body)
-
-
-def _decode(decoder: msgspec.json.Decoder[Any], raw: bytes | msgspec.Raw, where: str) -> Any:
-    try:
-        return decoder.decode(raw)
-    except msgspec.ValidationError as exc:
-        text, _, path = str(exc).partition(" - at `$")
-        field = (where + path.rstrip("`")).lstrip(".")
-        raise BadRequest(f"{field or 'body'}: {text}", field=field) from exc
-    except (msgspec.DecodeError, RecursionError) as exc:
-        raise BadRequest(f"{where or 'body'} is not JSON: {exc}", field=where) from exc
-
-
 def _given(raw: msgspec.Raw) -> msgspec.Raw | None:
     """A copy that does not hold the whole body, or None for null. (msgspec decodes ``Raw | None`` as null only.)"""
     value = bytes(raw)
@@ -250,7 +220,7 @@ def _given(raw: msgspec.Raw) -> msgspec.Raw | None:
 
 
 def _parse_message(raw: msgspec.Raw, where: str) -> ChatMessage:
-    wire: _WireMessage = _decode(_message, raw, where)
+    wire: _WireMessage = decode_as(_message, raw, where)
     role = _ROLES.get(wire.role)
     if role is None:
         raise BadRequest(
@@ -273,7 +243,7 @@ def _content(content: str | list[msgspec.Raw] | None, where: str) -> tuple[str, 
         return content or "", 0
     texts, media = [], 0
     for i, raw in enumerate(content):
-        part: _Part = _decode(_part, raw, f"{where}.content[{i}]")
+        part: _Part = decode_as(_part, raw, f"{where}.content[{i}]")
         if part.type in _TEXT_PARTS:
             texts.append(part.text or part.refusal or "")
         elif part.type in _MEDIA_PARTS:
@@ -289,19 +259,19 @@ def _content(content: str | list[msgspec.Raw] | None, where: str) -> tuple[str, 
 
 def _tool_call(call: _WireToolCall) -> ToolCall:
     arguments = call.function.arguments
-    text = arguments if isinstance(arguments, str) else _encode(arguments).decode()
+    text = arguments if isinstance(arguments, str) else encode(arguments).decode()
     return ToolCall(id=call.id or "", name=call.function.name, arguments=text)
 
 
 def _with_role(raw: msgspec.Raw, role: Role) -> msgspec.Raw:
     fields: dict[str, Any] = _object.decode(raw)
-    return msgspec.Raw(_encode(fields | {"role": role}))
+    return msgspec.Raw(encode(fields | {"role": role}))
 
 
 def _parse_tools(tools: list[msgspec.Raw]) -> list[ToolSpec]:
     specs = []
     for i, raw in enumerate(tools):
-        tool: _WireTool = _decode(_tool, raw, f"tools[{i}]")
+        tool: _WireTool = decode_as(_tool, raw, f"tools[{i}]")
         if tool.type != "function" or tool.function is None:
             raise BadRequest(f"tools[{i}].type: {tool.type!r} is not served; use 'function'", field=f"tools[{i}].type")
         function = tool.function
@@ -362,9 +332,4 @@ def _error_object(error: WireError) -> dict[str, Any]:
 
 
 def _event(payload: dict[str, Any]) -> bytes:
-    return b"data: " + _encode(payload) + b"\n\n"
-
-
-def _pieces(text: str) -> Iterator[str]:
-    for start in range(0, len(text), _DELTA_CHARS):
-        yield text[start : start + _DELTA_CHARS]
+    return b"data: " + encode(payload) + b"\n\n"

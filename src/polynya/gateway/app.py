@@ -19,6 +19,7 @@ from polynya.dialects.neutral import ChatRequest, ReplyHead
 from polynya.dialects.registry import DIALECTS
 from polynya.gateway.calls import Answer, CallFailed, CallRun, Calls, body_digest
 from polynya.gateway.connection import BodyTooLarge, ClientGone, Exchange, Headers, Receive, Scope, Send
+from polynya.gateway.lanes import lane_of
 from polynya.gateway.sessions import GatewaySession, Keyring
 
 _OFF_LOOP_BYTES = 512 * 1024
@@ -80,15 +81,13 @@ class GatewayApp:
         elif found.action == "models":
             self.side_requests["models"] += 1
             await exchange.reply(200, dialect.models(self._model_names, int(self._clock())))
-        elif found.dialect not in DIALECTS or found.action != "generate":
-            message = f"{path}: dialect {found.dialect} is not served yet; point the harness at /v1/chat/completions"
-            await _refuse(exchange, dialect, WireError(fault=Fault.NOT_IMPLEMENTED, message=message))
         else:
-            await self._generate(exchange, dialect, session, found, path)
+            await self._ask(exchange, dialect, session, found, path)
 
-    async def _generate(
+    async def _ask(
         self, exchange: Exchange, dialect: Dialect, session: GatewaySession, found: Route, path: str
     ) -> None:
+        """Read and parse the body, then count or generate."""
         try:
             body = await exchange.body(self._settings.max_body_bytes)
             if len(body) > _OFF_LOOP_BYTES:
@@ -103,11 +102,38 @@ class GatewayApp:
             session.flags["bad_requests"] += 1
             await _refuse(exchange, dialect, WireError(fault=Fault.BAD_REQUEST, message=exc.message, field=exc.field))
             return
+        continued = session.with_history(request)
+        if isinstance(continued, WireError):
+            await _refuse(exchange, dialect, continued)
+        elif found.action == "count_tokens":
+            await self._count(exchange, dialect, continued)
+        else:
+            await self._generate(exchange, dialect, session, continued, body, path)
+
+    async def _count(self, exchange: Exchange, dialect: Dialect, request: ChatRequest) -> None:
+        self.side_requests["count_tokens"] += 1
+        try:
+            count = await self._calls.count_tokens(request)
+        except CallFailed as exc:
+            await _refuse(exchange, dialect, exc.error)
+            return
+        await exchange.reply(200, dialect.token_count(count))
+
+    async def _generate(
+        self,
+        exchange: Exchange,
+        dialect: Dialect,
+        session: GatewaySession,
+        request: ChatRequest,
+        body: bytes,
+        path: str,
+    ) -> None:
         digest = body_digest(path, body)
         is_retry = any(exchange.headers.get(name, "0") not in ("", "0") for name in _RETRY_HEADERS)
-        run = self._calls.start(session, request, digest, len(body), is_retry=is_retry)
+        lane = lane_of(exchange.headers, request)
+        run = self._calls.start(session, request, digest, len(body), lane=lane, is_retry=is_retry)
         try:
-            if request.stream:
+            if request.stream and not _as_array(exchange, request):
                 answer = await self._stream(exchange, dialect, session, request, run)
             else:
                 answer = await self._whole(exchange, dialect, session, request, run)
@@ -126,7 +152,8 @@ class GatewayApp:
         if isinstance(answer, WireError):
             await _refuse(exchange, dialect, answer)
             return None
-        await exchange.reply(200, dialect.render(request, answer.reply, answer.head))
+        whole = dialect.render(request, answer.reply, answer.head)
+        await exchange.reply(200, b"[" + whole + b"]" if _as_array(exchange, request) else whole)
         return answer
 
     async def _stream(
@@ -166,6 +193,11 @@ def _outcome(run: CallRun, session: GatewaySession) -> Answer | WireError:
     _log.error("call of session %s failed", session.session_id, exc_info=failure)
     session.capture_error = f"internal error in the gateway: {type(failure).__name__}: {failure}"
     return WireError(fault=Fault.INTERNAL, message=session.capture_error)
+
+
+def _as_array(exchange: Exchange, request: ChatRequest) -> bool:
+    """Google streams a JSON array where ``alt=sse`` is not asked for; one whole element is a valid one."""
+    return request.stream and request.dialect == "google_generate" and exchange.query("alt") != "sse"
 
 
 async def _first(run: CallRun, gone: asyncio.Task[None], timeout: float | None) -> bool:

@@ -86,7 +86,14 @@ class Calls:
         self._clock = clock
 
     def start(
-        self, session: GatewaySession, request: ChatRequest, digest: bytes, body_size: int, *, is_retry: bool
+        self,
+        session: GatewaySession,
+        request: ChatRequest,
+        digest: bytes,
+        body_size: int,
+        *,
+        lane: Lane = Lane.MAIN,
+        is_retry: bool,
     ) -> CallRun:
         """Join, replay or begin a call. The run's task ends with an Answer, CallFailed or CancelledError."""
         running = session.in_flight.get(digest)
@@ -99,11 +106,20 @@ class Calls:
             session.flags["replayed_replies"] += 1
             return CallRun(asyncio.ensure_future(_done(earlier)))
         run = CallRun(
-            asyncio.create_task(self._call(session, request, digest, body_size), name=f"call {session.session_id}")
+            asyncio.create_task(
+                self._call(session, request, digest, body_size, lane), name=f"call {session.session_id}"
+            )
         )
         session.in_flight[digest] = run
         run.task.add_done_callback(lambda _: _forget(session, digest, run))
         return run
+
+    async def count_tokens(self, request: ChatRequest) -> int:
+        """Prompt tokens of this request, by the engine's own tokenizer. Raises CallFailed."""
+        try:
+            return await self._engine.count_tokens(request)
+        except EngineError as exc:
+            raise CallFailed(wire_error_of(exc)) from exc
 
     def delivered(self, session: GatewaySession, answer: Answer) -> None:
         """A client got the whole of it."""
@@ -112,7 +128,9 @@ class Calls:
             if answer.call is not None:
                 self._store.delivered(session.capture, answer.call)
 
-    async def _call(self, session: GatewaySession, request: ChatRequest, digest: bytes, body_size: int) -> Answer:
+    async def _call(
+        self, session: GatewaySession, request: ChatRequest, digest: bytes, body_size: int, lane: Lane
+    ) -> Answer:
         async with session.slots:
             if session.budget_spent:
                 return self._final_answer(session, request)
@@ -120,7 +138,7 @@ class Calls:
             sampling = await self._clamped(request, effective(request.sampling, session.grant.sampling), body_size)
             start = CallStart(
                 dialect=request.dialect,
-                lane=Lane.MAIN,
+                lane=lane,
                 model=request.model,
                 body_digest=digest,
                 messages=[bytes(message.raw) for message in request.messages],
@@ -139,6 +157,7 @@ class Calls:
             session.engine_error = ""
             session.flags.update(reply.flags)
             session.keep_reply(digest, answer)
+            session.remember_response(request, answer)
             return answer
 
     async def _generate(self, session: GatewaySession, call: StoredCall, request: EngineRequest) -> EngineReply:

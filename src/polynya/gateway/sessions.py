@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from polynya.capture.store import SessionCapture
-from polynya.dialects.base import Fault
+from polynya.dialects.base import Fault, WireError
+from polynya.dialects.neutral import ChatMessage, ChatRequest
+from polynya.dialects.wire import chat_message
 from polynya.schema import Budgets, SamplingSpec
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ class GatewaySession:
         self.slots = asyncio.Semaphore(calls_in_flight)
         self.in_flight: dict[bytes, CallRun] = {}
         self.replies: OrderedDict[bytes, Answer] = OrderedDict()
+        self._responses: dict[str, list[ChatMessage]] = {}
         self.flags: Counter[str] = Counter()
         self.calls_begun = 0
         self.refused_after_budget = 0
@@ -65,6 +68,27 @@ class GatewaySession:
         budgets = self.grant.budgets
         calls = budgets.calls is not None and self.calls_begun >= budgets.calls
         return calls or (budgets.tokens is not None and self.capture.sampled_tokens >= budgets.tokens)
+
+    def with_history(self, request: ChatRequest) -> ChatRequest | WireError:
+        """The request with the messages that ``previous_response_id`` stands for. Unknown ids are an error, never lost history."""
+        previous = request.previous_response_id
+        if not previous:
+            return request
+        history = self._responses.get(previous)
+        if history is None:
+            message = f"previous_response_id: {previous!r} is not known in this session"
+            return WireError(fault=Fault.NOT_FOUND, message=message, field="previous_response_id")
+        own_system = request.messages[:1] if request.messages and request.messages[0].role == "system" else []
+        rest = request.messages[len(own_system) :]
+        return msgspec.structs.replace(request, messages=[*own_system, *history, *rest])
+
+    def remember_response(self, request: ChatRequest, answer: Answer) -> None:
+        """What a later request may name as its history (instructions are not carried over, as with the provider)."""
+        if request.dialect == "openai_responses":
+            reply = answer.reply
+            said = chat_message("assistant", text=reply.text, reasoning=reply.reasoning, tool_calls=reply.tool_calls)
+            begin = 1 if request.messages and request.messages[0].role == "system" else 0
+            self._responses[f"resp_{answer.head.reply_id}"] = [*request.messages[begin:], said]
 
     def keep_reply(self, digest: bytes, answer: Answer) -> None:
         self.replies[digest] = answer

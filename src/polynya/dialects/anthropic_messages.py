@@ -1,0 +1,384 @@
+"""Anthropic Messages.
+
+A user message with ``tool_result`` blocks becomes one ``tool`` message a block, in block order, then one ``user`` message with
+the rest; consecutive assistant messages merge; a ``system`` message in the middle stays where it is. Thinking with our own
+signature is reasoning again, with a foreign one it is dropped and its message kept. Sources: recorded traffic of Claude Code
+and the SDKs, the provider's API reference. Refuses block types that it cannot pass on, naming them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from polynya.dialects.base import BadRequest, Fault, WireError
+from polynya.dialects.neutral import ChatMessage, ChatReply, ChatRequest, ReplyHead, SamplingParams, ToolCall, ToolSpec
+from polynya.dialects.wire import (
+    arguments_object,
+    arguments_text,
+    chat_message,
+    decode_as,
+    encode,
+    event,
+    function_tools,
+    is_ours,
+    pieces,
+    readable,
+    sign,
+)
+
+_VOLATILE = ("x-anthropic-billing-header:",)
+"""System blocks that change from request to request and say nothing to the model; kept in ``leftovers``."""
+
+
+class _Source(msgspec.Struct):
+    type: str = "base64"
+    media_type: str = "application/octet-stream"
+    data: str = ""
+    url: str = ""
+
+
+class _Block(msgspec.Struct):
+    type: str = "text"
+    text: str = ""
+    thinking: str = ""
+    signature: str = ""
+    id: str = ""
+    name: str = ""
+    input: Any = None
+    tool_use_id: str = ""
+    content: str | list[msgspec.Raw] | None = None
+    is_error: bool | None = None
+    source: _Source | None = None
+
+
+class _Message(msgspec.Struct):
+    role: str
+    content: str | list[_Block]
+
+
+class _Tool(msgspec.Struct):
+    name: str
+    type: str | None = None
+    description: str | None = None
+    input_schema: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+class _ToolChoice(msgspec.Struct):
+    type: str = "auto"
+    name: str = ""
+    disable_parallel_tool_use: bool | None = None
+
+
+class _Request(msgspec.Struct):
+    model: str
+    messages: list[_Message]
+    max_tokens: int | None = None
+    system: str | list[_Block] | None = None
+    tools: list[_Tool] | None = None
+    tool_choice: _ToolChoice | None = None
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stream: bool | None = None
+
+
+_KNOWN = {field.name for field in msgspec.structs.fields(_Request)}
+_request = msgspec.json.Decoder(_Request)
+_block = msgspec.json.Decoder(_Block)
+_object = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
+
+
+class AnthropicMessages:
+    name = "anthropic_messages"
+
+    def parse(self, body: bytes, path: str) -> ChatRequest:
+        body = readable(body)
+        wire: _Request = decode_as(_request, body, "")
+        if not wire.messages:
+            raise BadRequest("messages: at least one message is required", field="messages")
+        if wire.max_tokens is not None and wire.max_tokens < 1:
+            raise BadRequest(f"max_tokens: {wire.max_tokens} is below 1", field="max_tokens")
+        leftovers: dict[str, Any] = {key: value for key, value in _object.decode(body).items() if key not in _KNOWN}
+        messages = _system(wire.system, leftovers)
+        for i, message in enumerate(wire.messages):
+            messages += _messages(message, f"messages[{i}]")
+        tools = [tool for tool in wire.tools or [] if tool.type in (None, "custom")]
+        if dropped := [tool.type for tool in wire.tools or [] if tool.type not in (None, "custom")]:
+            leftovers["dropped_tools"] = dropped
+        specs = [
+            ToolSpec(name=tool.name, description=tool.description or "", parameters=_copied(tool.input_schema))
+            for tool in tools
+        ]
+        choice = wire.tool_choice
+        return ChatRequest(
+            dialect=self.name,
+            model=wire.model,
+            messages=_merged(messages),
+            tools=specs,
+            tools_raw=function_tools(specs),
+            tool_choice=_choice(choice),
+            parallel_tool_calls=False if choice and choice.disable_parallel_tool_use else None,
+            sampling=SamplingParams(
+                temperature=wire.temperature,
+                top_p=wire.top_p,
+                top_k=wire.top_k,
+                max_tokens=wire.max_tokens,
+                stop=wire.stop_sequences or [],
+            ),
+            stream=bool(wire.stream),
+            leftovers=leftovers,
+        )
+
+    def render(self, request: ChatRequest, reply: ChatReply, head: ReplyHead) -> bytes:
+        content = []
+        for block in _reply_blocks(reply):
+            if block["type"] == "tool_use":
+                block = {**block, "input": arguments_object(block["input"])}
+            content.append(block)
+        usage = _usage(reply) | {"output_tokens": reply.usage.completion_tokens}
+        return encode(_envelope(head) | {"content": content, "stop_reason": _stop_reason(reply), "usage": usage})
+
+    def keepalive(self, head: ReplyHead) -> bytes:
+        return event("ping", {"type": "ping"})
+
+    def stream(self, request: ChatRequest, reply: ChatReply, head: ReplyHead) -> Iterator[bytes]:
+        started = _envelope(head) | {"content": [], "stop_reason": None, "usage": _usage(reply) | {"output_tokens": 1}}
+        yield event("message_start", {"type": "message_start", "message": started})
+        for index, block in enumerate(_reply_blocks(reply)):
+            yield from _block_events(index, block)
+        delta = {"stop_reason": _stop_reason(reply), "stop_sequence": None}
+        usage = _usage(reply) | {"output_tokens": reply.usage.completion_tokens}
+        yield event("message_delta", {"type": "message_delta", "delta": delta, "usage": usage})
+        yield event("message_stop", {"type": "message_stop"})
+
+    def error(self, error: WireError) -> bytes:
+        return encode(_error(error))
+
+    def stream_error(self, error: WireError) -> bytes:
+        return event("error", _error(error))
+
+    def models(self, names: list[str], created: int) -> bytes:
+        data = [
+            {"type": "model", "id": name, "display_name": name, "created_at": "2026-01-01T00:00:00Z"} for name in names
+        ]
+        first, last = (names[0], names[-1]) if names else (None, None)
+        return encode({"data": data, "has_more": False, "first_id": first, "last_id": last})
+
+    def token_count(self, count: int) -> bytes:
+        return encode({"input_tokens": count})
+
+
+def _system(system: str | list[_Block] | None, leftovers: dict[str, Any]) -> list[ChatMessage]:
+    texts = [system] if isinstance(system, str) else [block.text for block in system or []]
+    volatile = [text for text in texts if text.startswith(_VOLATILE)]
+    if volatile:
+        leftovers["volatile_system"] = volatile
+    text = "\n".join(text for text in texts if text and not text.startswith(_VOLATILE))
+    return [chat_message("system", text=text)] if text else []
+
+
+def _messages(message: _Message, where: str) -> list[ChatMessage]:
+    blocks = [_Block(text=message.content)] if isinstance(message.content, str) else message.content
+    if message.role == "assistant":
+        return [_assistant(blocks, where)]
+    if message.role == "system":
+        return [chat_message("system", text="\n".join(block.text for block in blocks if block.text))]
+    if message.role != "user":
+        raise BadRequest(
+            f"{where}.role: {message.role!r} is unknown; use user, assistant or system", field=f"{where}.role"
+        )
+    results = [
+        _tool_result(block, f"{where}.content[{i}]") for i, block in enumerate(blocks) if block.type == "tool_result"
+    ]
+    rest = [(i, block) for i, block in enumerate(blocks) if block.type != "tool_result"]
+    if not rest:
+        return results
+    parts = [_part(block, f"{where}.content[{i}]") for i, block in rest]
+    return [*results, _with_parts("user", parts)]
+
+
+def _assistant(blocks: list[_Block], where: str) -> ChatMessage:
+    texts: list[str] = []
+    reasoning: list[str] = []
+    calls: list[ToolCall] = []
+    for i, block in enumerate(blocks):
+        match block.type:
+            case "text":
+                texts.append(block.text)
+            case "thinking":
+                reasoning += [block.thinking] if is_ours(block.thinking, block.signature) else []
+            case "redacted_thinking":
+                pass
+            case "tool_use":
+                calls.append(ToolCall(id=block.id, name=block.name, arguments=arguments_text(block.input)))
+            case other:
+                raise BadRequest(
+                    f"{where}.content[{i}].type: {other!r} is not served in an assistant message",
+                    field=f"{where}.content[{i}].type",
+                )
+    text = "\n".join(text for text in texts if text)
+    return chat_message("assistant", text=text, reasoning="\n".join(reasoning), tool_calls=calls)
+
+
+def _tool_result(block: _Block, where: str) -> ChatMessage:
+    content = block.content
+    if not isinstance(content, list):
+        return chat_message("tool", text=content or "", tool_call_id=block.tool_use_id)
+    parts = [
+        _part(decode_as(_block, raw, f"{where}.content[{i}]"), f"{where}.content[{i}]") for i, raw in enumerate(content)
+    ]
+    message = _with_parts("tool", parts)
+    if not message.media:
+        return chat_message("tool", text=message.text, tool_call_id=block.tool_use_id)
+    return chat_message("tool", text=message.text, parts=parts, tool_call_id=block.tool_use_id)
+
+
+def _with_parts(role: Any, parts: list[dict[str, Any]]) -> ChatMessage:
+    text = "\n".join(part["text"] for part in parts if part["type"] == "text" and part["text"])
+    if all(part["type"] == "text" for part in parts):
+        return chat_message(role, text=text)
+    return chat_message(role, text=text, parts=parts)
+
+
+def _part(block: _Block, where: str) -> dict[str, Any]:
+    source = block.source
+    match block.type:
+        case "text":
+            return {"type": "text", "text": block.text}
+        case "image" if source is not None:
+            url = source.url if source.type == "url" else f"data:{source.media_type};base64,{source.data}"
+            return {"type": "image_url", "image_url": {"url": url}}
+        case "document" if source is not None and source.type == "text":
+            return {"type": "text", "text": source.data}
+        case "document" if source is not None:
+            return {"type": "file", "file": {"file_data": f"data:{source.media_type};base64,{source.data}"}}
+        case other:
+            raise BadRequest(
+                f"{where}.type: {other!r} is not served; send text, image or document", field=f"{where}.type"
+            )
+
+
+def _merged(messages: list[ChatMessage]) -> list[ChatMessage]:
+    """Consecutive assistant messages are one turn."""
+    merged: list[ChatMessage] = []
+    for message in messages:
+        last = merged[-1] if merged else None
+        if last is not None and last.role == message.role == "assistant":
+            merged[-1] = chat_message(
+                "assistant",
+                text="\n".join(text for text in (last.text, message.text) if text),
+                reasoning="\n".join(text for text in (last.reasoning, message.reasoning) if text),
+                tool_calls=last.tool_calls + message.tool_calls,
+            )
+        else:
+            merged.append(message)
+    return merged
+
+
+def _choice(choice: _ToolChoice | None) -> msgspec.Raw | None:
+    if choice is None:
+        return None
+    if choice.type == "tool":
+        return msgspec.Raw(encode({"type": "function", "function": {"name": choice.name}}))
+    named = {"auto": "auto", "any": "required", "none": "none"}.get(choice.type)
+    if named is None:
+        raise BadRequest(
+            f"tool_choice.type: {choice.type!r} is unknown; use auto, any, tool or none", field="tool_choice.type"
+        )
+    return msgspec.Raw(encode(named))
+
+
+def _copied(raw: msgspec.Raw) -> msgspec.Raw:
+    return msgspec.Raw(bytes(raw))
+
+
+def _reply_blocks(reply: ChatReply) -> list[dict[str, Any]]:
+    """Content blocks; a tool call's ``input`` is still the model's own text."""
+    blocks: list[dict[str, Any]] = []
+    if reply.reasoning:
+        blocks.append({"type": "thinking", "thinking": reply.reasoning, "signature": sign(reply.reasoning)})
+    if reply.text:
+        blocks.append({"type": "text", "text": reply.text})
+    return blocks + [
+        {"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments} for call in reply.tool_calls
+    ]
+
+
+def _block_events(index: int, block: dict[str, Any]) -> Iterator[bytes]:
+    def delta(kind: str, field: str, value: str) -> bytes:
+        payload = {"type": "content_block_delta", "index": index, "delta": {"type": kind, field: value}}
+        return event("content_block_delta", payload)
+
+    kind = block["type"]
+    blanks: dict[str, dict[str, Any]] = {
+        "text": {"text": ""},
+        "thinking": {"thinking": "", "signature": ""},
+        "tool_use": {"input": {}},
+    }
+    empty = blanks[kind]
+    yield event(
+        "content_block_start", {"type": "content_block_start", "index": index, "content_block": {**block, **empty}}
+    )
+    field, name = {
+        "text": ("text", "text_delta"),
+        "thinking": ("thinking", "thinking_delta"),
+        "tool_use": ("input", "input_json_delta"),
+    }[kind]
+    for piece in pieces(block[field]):
+        yield delta(name, "partial_json" if kind == "tool_use" else field, piece)
+    if kind == "thinking":
+        yield delta("signature_delta", "signature", block["signature"])
+    yield event("content_block_stop", {"type": "content_block_stop", "index": index})
+
+
+def _envelope(head: ReplyHead) -> dict[str, Any]:
+    return {
+        "id": f"msg_{head.reply_id}",
+        "type": "message",
+        "role": "assistant",
+        "model": head.model,
+        "stop_sequence": None,
+    }
+
+
+def _stop_reason(reply: ChatReply) -> str:
+    return (
+        "tool_use"
+        if reply.tool_calls and reply.finish_reason == "stop"
+        else _STOP_REASONS.get(reply.finish_reason, "end_turn")
+    )
+
+
+def _usage(reply: ChatReply) -> dict[str, Any]:
+    cached = reply.usage.cached_tokens
+    return {
+        "input_tokens": reply.usage.prompt_tokens - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+    }
+
+
+_ERROR_TYPES = {
+    Fault.UNAUTHORISED: "authentication_error",
+    Fault.NOT_FOUND: "not_found_error",
+    Fault.TOO_LARGE: "request_too_large",
+    Fault.RATE_LIMITED: "rate_limit_error",
+    Fault.UNAVAILABLE: "overloaded_error",
+    Fault.INTERNAL: "api_error",
+    Fault.STORAGE_FULL: "api_error",
+}
+
+
+def _error(error: WireError) -> dict[str, Any]:
+    message = error.message
+    if error.fault == Fault.CONTEXT_OVERFLOW and not message.startswith("prompt is too long"):
+        message = f"prompt is too long: {message}"
+    return {
+        "type": "error",
+        "error": {"type": _ERROR_TYPES.get(error.fault, "invalid_request_error"), "message": message},
+    }

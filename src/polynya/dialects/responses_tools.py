@@ -1,0 +1,105 @@
+"""Tools of OpenAI Responses: every kind that real CLIs send, as plain functions upstream, and back.
+
+A ``namespace`` tool goes up as ``namespace__name`` (shortened by a hash above 64 characters; a collision is refused, naming
+both), a ``custom`` tool as a function with one string ``input``, ``local_shell`` as a function with its action. Tools that the
+provider runs itself (search, interpreters, …) are dropped and named.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import msgspec
+
+from polynya.dialects.base import BadRequest
+from polynya.dialects.neutral import ToolAlias, ToolSpec
+from polynya.dialects.wire import decode_as, encode, function_tools
+
+NAME_LIMIT = 64
+_CUSTOM_SCHEMA = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+_SHELL_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "command": {"type": "array", "items": {"type": "string"}},
+        "workdir": {"type": "string"},
+        "timeout_ms": {"type": "number"},
+    },
+    "required": ["command"],
+}
+
+
+class _Tool(msgspec.Struct):
+    type: str
+    name: str = ""
+    description: str | None = None
+    parameters: msgspec.Raw = msgspec.Raw(b"null")
+    format: msgspec.Raw = msgspec.Raw(b"null")
+    tools: list[msgspec.Raw] = []
+
+
+_tool = msgspec.json.Decoder(_Tool)
+
+
+class ToolBox(msgspec.Struct):
+    """The tools of one request."""
+
+    specs: list[ToolSpec] = []
+    aliases: dict[str, ToolAlias] = {}
+    dropped: list[str] = []
+
+    def raw(self) -> msgspec.Raw | None:
+        return function_tools(self.specs)
+
+
+def tool_box(tools: list[msgspec.Raw], where: str) -> ToolBox:
+    """Raises BadRequest."""
+    box = ToolBox()
+    for i, raw in enumerate(tools):
+        _add(box, decode_as(_tool, raw, f"{where}[{i}]"), f"{where}[{i}]", "")
+    return box
+
+
+def upstream_name(name: str, namespace: str = "") -> str:
+    joined = f"{namespace}__{name}" if namespace else name
+    if len(joined) <= NAME_LIMIT:
+        return joined
+    return joined[: NAME_LIMIT - 9] + "_" + hashlib.blake2b(joined.encode(), digest_size=4).hexdigest()
+
+
+def _add(box: ToolBox, tool: _Tool, where: str, namespace: str) -> None:
+    match tool.type:
+        case "function":
+            schema = bytes(tool.parameters)
+            _put(box, tool, where, namespace, "function", schema if schema != b"null" else b'{"type":"object"}')
+        case "custom":
+            _put(box, tool, where, namespace, "custom", encode(_CUSTOM_SCHEMA))
+        case "local_shell":
+            named = msgspec.structs.replace(tool, name="local_shell", description="Run a command on the local machine.")
+            _put(box, named, where, namespace, "local_shell", encode(_SHELL_SCHEMA))
+        case "namespace":
+            for i, raw in enumerate(tool.tools):
+                _add(box, decode_as(_tool, raw, f"{where}.tools[{i}]"), f"{where}.tools[{i}]", tool.name)
+        case other:
+            box.dropped.append(other)
+
+
+def _put(box: ToolBox, tool: _Tool, where: str, namespace: str, kind: Any, schema: bytes) -> None:
+    if not tool.name:
+        raise BadRequest(f"{where}.name: is missing", field=f"{where}.name")
+    name = upstream_name(tool.name, namespace)
+    alias = ToolAlias(kind=kind, name=tool.name, namespace=namespace)
+    if any(spec.name == name for spec in box.specs):
+        other = box.aliases.get(name, ToolAlias(name=name))
+        raise BadRequest(
+            f"{where}: {namespace or 'tool'}/{tool.name} and {other.namespace or 'tool'}/{other.name} "
+            f"are both {name!r} upstream",
+            field=f"{where}.name",
+        )
+    description = tool.description or ""
+    grammar = bytes(tool.format)
+    if kind == "custom" and grammar != b"null":
+        description += f"\nThe input is free text in this format: {grammar.decode()}"
+    box.specs.append(ToolSpec(name=name, description=description, parameters=msgspec.Raw(schema)))
+    if kind != "function" or namespace:
+        box.aliases[name] = alias

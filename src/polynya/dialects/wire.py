@@ -1,0 +1,124 @@
+"""What the dialects share: strict decoding with a named field, SSE events, pieces of text, and messages in upstream shape."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from polynya.dialects.base import BadRequest
+from polynya.dialects.neutral import ChatMessage, Role, ToolCall, ToolSpec
+
+encode = msgspec.json.Encoder().encode
+_any = msgspec.json.Decoder()
+_ESCAPE = re.compile(
+    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL
+)
+DELTA_CHARS = 256
+"""Characters of a synthetic delta: few large deltas are valid and cheap."""
+_SIGNATURE = "polynya."
+
+
+def readable(body: bytes) -> bytes:
+    """The body itself, unless it holds half a surrogate pair: clients that cut texts by UTF-16 units send such escapes.
+
+    No tokenizer takes them, and the client would send them again with every later turn, so they become U+FFFD.
+    """
+    try:
+        body.decode()
+    except UnicodeDecodeError as exc:
+        raise BadRequest(f"body is not UTF-8: {exc.reason} at byte {exc.start}") from exc
+    if b"\\ud" not in body and b"\\uD" not in body:
+        return body
+    return _ESCAPE.sub(lambda found: b"\\ufffd" if found.group(1) else found.group(), body)
+
+
+def decode_as(decoder: msgspec.json.Decoder[Any], raw: bytes | msgspec.Raw, where: str) -> Any:
+    """Decode, or raise BadRequest with the path of the field."""
+    try:
+        return decoder.decode(raw)
+    except msgspec.ValidationError as exc:
+        text, _, path = str(exc).partition(" - at `$")
+        field = (where + path.rstrip("`")).lstrip(".")
+        raise BadRequest(f"{field or 'body'}: {text}", field=field) from exc
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise BadRequest(f"{where or 'body'} is not JSON: {exc}", field=where) from exc
+
+
+def pieces(text: str) -> Iterator[str]:
+    for start in range(0, len(text), DELTA_CHARS):
+        yield text[start : start + DELTA_CHARS]
+
+
+def event(name: str, payload: dict[str, Any]) -> bytes:
+    """One named SSE event."""
+    return b"event: " + name.encode() + b"\ndata: " + encode(payload) + b"\n\n"
+
+
+def arguments_object(arguments: str) -> dict[str, Any]:
+    """Tool arguments for a dialect that carries objects. What is no JSON object is delivered whole, under one key."""
+    try:
+        value = _any.decode(arguments or "{}")
+    except (msgspec.DecodeError, RecursionError):
+        return {"_raw_arguments": arguments}
+    return value if isinstance(value, dict) else {"_raw_arguments": arguments}
+
+
+def arguments_text(value: Any) -> str:
+    """The reverse: an echoed object as the text that goes upstream."""
+    if isinstance(value, dict) and set(value) == {"_raw_arguments"} and isinstance(value["_raw_arguments"], str):
+        raw: str = value["_raw_arguments"]
+        return raw
+    return encode(value).decode()
+
+
+def chat_message(
+    role: Role,
+    *,
+    text: str = "",
+    parts: list[dict[str, Any]] | None = None,
+    reasoning: str = "",
+    tool_calls: list[ToolCall] | None = None,
+    tool_call_id: str = "",
+) -> ChatMessage:
+    """A message with its upstream form. ``parts``: content parts when there is media; then ``text`` is their text."""
+    wire: dict[str, Any] = {"role": role, "content": parts if parts is not None else text}
+    calls = tool_calls or []
+    if reasoning:
+        wire["reasoning_content"] = reasoning
+    if calls:
+        wire["content"] = text or None
+        wire["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in calls
+        ]
+    if tool_call_id:
+        wire["tool_call_id"] = tool_call_id
+    media = sum(part.get("type") != "text" for part in parts or [])
+    return ChatMessage(
+        role=role, text=text, reasoning=reasoning, tool_calls=calls, tool_call_id=tool_call_id, media=media,
+        raw=msgspec.Raw(encode(wire)),
+    )  # fmt: skip
+
+
+def function_tools(specs: list[ToolSpec]) -> msgspec.Raw | None:
+    """Tools as OpenAI Chat has them, in its order of fields: templates print them as they stand."""
+    wire = []
+    for spec in specs:
+        described = {"description": spec.description} if spec.description else {}
+        wire.append({"type": "function", "function": {"name": spec.name, **described, "parameters": spec.parameters}})
+    return msgspec.Raw(encode(wire)) if wire else None
+
+
+def sign(reasoning: str) -> str:
+    """A signature for reasoning that polynya showed, so that it is known again when it is echoed."""
+    digest = hashlib.blake2b(reasoning.encode("utf-8", "surrogatepass"), digest_size=18).digest()
+    return _SIGNATURE + base64.urlsafe_b64encode(digest).decode()
+
+
+def is_ours(reasoning: str, signature: str) -> bool:
+    return signature == sign(reasoning)
