@@ -48,7 +48,7 @@ class Done:
         assert (self.code, self.stdout) == (code, ""), self.stderr
         assert self.stderr.count("error: ") == 1
         assert self.stderr.count("fix: ") == 1
-        assert "Traceback" not in self.stderr
+        assert "\nTraceback" not in self.stderr
         assert [word for word in words if word not in self.stderr] == []
 
     def refused_as_json(self, code: int, kind: str, *words: str) -> None:
@@ -57,7 +57,7 @@ class Done:
         assert error["kind"] == kind
         assert error["boundary"] and error["fix"]
         assert [word for word in words if word not in error["message"]] == []
-        assert "Traceback" not in self.stderr
+        assert "\nTraceback" not in self.stderr
 
 
 class Cli:
