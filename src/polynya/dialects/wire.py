@@ -20,7 +20,7 @@ _ESCAPE = re.compile(
 )
 DELTA_CHARS = 256
 """Characters of a synthetic delta: few large deltas are valid and cheap."""
-_SIGNATURE = "polynya."
+_SIGNATURE = b"polynya:"
 
 
 def readable(body: bytes) -> bytes:
@@ -116,8 +116,8 @@ def function_tools(specs: list[ToolSpec]) -> msgspec.Raw | None:
 
 def sign(reasoning: str) -> str:
     """A signature for reasoning that polynya showed, so that it is known again when it is echoed."""
-    digest = hashlib.blake2b(reasoning.encode("utf-8", "surrogatepass"), digest_size=18).digest()
-    return _SIGNATURE + base64.urlsafe_b64encode(digest).decode()
+    digest = hashlib.blake2b(reasoning.encode("utf-8", "surrogatepass"), digest_size=19).digest()
+    return base64.b64encode(_SIGNATURE + digest).decode()
 
 
 def is_ours(reasoning: str, signature: str) -> bool:
