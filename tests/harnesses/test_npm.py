@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from polynya.errors import HarnessMissing
-from polynya.harnesses import npm
+from polynya.harnesses import harness, npm
+from polynya.harnesses._npm_cli import NpmCli, start_of
+from polynya.schema import HarnessSpec
 
 PACKAGES = {"tool": "1.2.3"}
 NPM = """#!/bin/sh
@@ -103,3 +105,50 @@ async def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, log: Path
     (tmp_path / "file").touch()
     with pytest.raises(HarnessMissing, match="POLYNYA_CACHE"):
         await npm.install("tool", npm.folder_of(tmp_path / "file", "tool", "1"), PACKAGES, lambda _: None)
+
+
+class Tool(NpmCli):
+    name = "tool"
+    default_version = "1.2.3"
+    needs_node = True
+
+    def packages(self, version: str) -> dict[str, str]:
+        return {"tool": version}
+
+    def program(self, folder: Path) -> Path:
+        return folder / "node_modules" / "tool" / "run"
+
+
+class TestNpmCli:
+    """What the presets share."""
+
+    async def test_node_is_shared_and_both_folders_are_shown(self, tmp_path: Path, log: Path) -> None:
+        program = f'touch "$2/node_modules/tool/run"; n="$2/node_modules/{npm.node_package()}/bin"\n'
+        put_npm(tmp_path, f'{NPM}{program}mkdir -p "$n"; touch "$n/node"\n')
+        for _ in range(2):
+            installed = await Tool().install(HarnessSpec(name="tool"), tmp_path, lambda _: None)
+        assert [line.rsplit(" ", 1)[1] for line in log.read_text().splitlines()] == [
+            "tool@1.2.3",
+            f"{npm.node_package()}@{npm.NODE_VERSION}",
+        ]
+        assert [Path(bind.target).name for bind in installed.binds] == ["tool-1.2.3", f"node-{npm.NODE_VERSION}"]
+        assert all(Path(program).is_file() for program in installed.programs.values())
+        assert start_of(installed, "tool") == [installed.programs["node"], installed.programs["tool"]]
+        assert (await Tool().check(tmp_path)).detail.startswith("installed")
+
+    async def test_another_version_has_a_folder_of_its_own(self, tmp_path: Path, log: Path) -> None:
+        put_npm(tmp_path, f'{NPM}touch "$2/node_modules/tool/run"\n')
+        with pytest.raises(HarnessMissing, match="node"):
+            await Tool().install(HarnessSpec(name="tool", version="2.0.0"), tmp_path, lambda _: None)
+        assert (tmp_path / "harnesses" / "tool-2.0.0" / "node_modules" / "tool" / "run").is_file()
+
+    async def test_an_installation_without_its_binary_is_refused(self, tmp_path: Path, log: Path) -> None:
+        with pytest.raises(HarnessMissing, match=r"npm installed no .*tool/run(.|\n)*optional dependencies"):
+            await Tool().install(HarnessSpec(name="tool"), tmp_path, lambda _: None)
+
+
+@pytest.mark.parametrize("name", ["claude_code", "codex", "gemini_cli", "opencode", "qwen_code"])
+async def test_a_preset_without_its_binary_names_what_is_missing(name: str, tmp_path: Path, log: Path) -> None:
+    with pytest.raises(HarnessMissing, match=f"{name}.*npm installed no"):
+        await harness(name).install(HarnessSpec(name=name), tmp_path, lambda _: None)
+    assert (await harness(name).check(tmp_path)).ok

@@ -7,10 +7,23 @@ from importlib.metadata import entry_points
 
 from polynya.errors import HarnessMissing
 from polynya.harnesses.base import Harness
+from polynya.harnesses.claude_code import ClaudeCode
+from polynya.harnesses.codex import Codex
+from polynya.harnesses.gemini_cli import GeminiCli
+from polynya.harnesses.opencode import Opencode
 from polynya.harnesses.pi import Pi
+from polynya.harnesses.qwen_code import QwenCode
 from polynya.harnesses.shell import Shell
 
-BUILT_IN: dict[str, Callable[[], Harness]] = {"pi": Pi, "shell": Shell}
+BUILT_IN: dict[str, Callable[[], Harness]] = {
+    "claude_code": ClaudeCode,
+    "codex": Codex,
+    "gemini_cli": GeminiCli,
+    "opencode": Opencode,
+    "pi": Pi,
+    "qwen_code": QwenCode,
+    "shell": Shell,
+}
 GROUP = "polynya.harnesses"
 
 

@@ -42,6 +42,13 @@ def node_program(folder: Path) -> Path:
     return folder / "node_modules" / node_package() / "bin" / "node"
 
 
+async def install_node(cache: Path, progress: Progress) -> Path:
+    """Node in a folder of its own, for all that need it."""
+    folder = folder_of(cache, "node", NODE_VERSION)
+    await install("node", folder, {node_package(): NODE_VERSION}, progress)
+    return folder
+
+
 def folder_of(cache: Path, name: str, version: str) -> Path:
     return cache.absolute() / "harnesses" / f"{name}-{version}"
 
@@ -88,7 +95,7 @@ async def _install_locked(npm: str, name: str, folder: Path, packages: Mapping[s
         staging.chmod(0o755)
         wanted = [f"{package}@{version}" for package, version in packages.items()]
         argv = [npm, "install", "--prefix", str(staging), "--ignore-scripts", "--no-audit", "--no-fund"]
-        await _run([*argv, "--save-exact", "--loglevel=error", *wanted], name)
+        await _run([*argv, "--include=optional", "--save-exact", "--loglevel=error", *wanted], name)
         (staging / MARKER).write_text(json.dumps({"packages": dict(packages)}))
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
         staging.rename(folder)

@@ -1,4 +1,4 @@
-"""pi (``@earendil-works/pi-coding-agent``): installed with its own Node from npm, one turn after another over OpenAI Chat.
+"""pi (``@earendil-works/pi-coding-agent``): installed with its own Node from npm, over any of the four dialects.
 
 Invariant: the instruction goes in by stdin, so that no text can be taken for a flag or a file name. pi exits 0 after a
 failed run as well: its verdict is read from its JSON events. It refuses settings that pi has no flag for.
@@ -20,6 +20,12 @@ from polynya.schema import HarnessSpec
 
 PACKAGE = "@earendil-works/pi-coding-agent"
 PROVIDER = "polynya"
+WIRES = {
+    "chat": ("openai-completions", "/v1"),
+    "responses": ("openai-responses", "/v1"),
+    "anthropic": ("anthropic-messages", ""),
+    "google": ("google-generative-ai", "/v1beta"),
+}
 RESERVE = 4096
 """pi keeps this many tokens of the window free, and asks for replies of 1 token when less is left. The gateway clamps replies
 to the window exactly, so pi is told a window that is larger by its reserve."""
@@ -35,6 +41,8 @@ _INFRA = re.compile(
 
 
 class PiSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    wire: Literal["chat", "responses", "anthropic", "google"] = "chat"
+    """The dialect that it speaks to the gateway."""
     tools: list[str] | None = None
     """Only these tools (``--tools``); pi's default is read, bash, edit, write."""
     exclude_tools: list[str] | None = None
@@ -125,9 +133,10 @@ def _models(endpoint: Endpoint, settings: PiSettings) -> dict[str, Any]:
     }
     if settings.thinking not in (None, "off"):
         model["reasoning"] = True
+    api, path = WIRES[settings.wire]
     provider = {
-        "baseUrl": f"{endpoint.base_url}/v1",
-        "api": "openai-completions",
+        "baseUrl": f"{endpoint.base_url}{path}",
+        "api": api,
         "apiKey": endpoint.api_key,
         "models": [model],
     }

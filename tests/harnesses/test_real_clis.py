@@ -1,0 +1,109 @@
+"""The command-line agents for real: a whole run in a sandbox that reaches nothing but the gateway, with the scripted engine.
+
+All but pi are marked ``clis`` too: their installation is 100 to 425 MB each, once a cache.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from polynya.config import GatewaySettings, Settings, cache_dir
+from polynya.engines.scripted import Script, ScriptedEngine
+from polynya.engines.scripted.script import Fault, Step
+from polynya.rollout.runner import Runner, RunOptions
+from polynya.schema import parse_task
+
+pytestmark = [
+    pytest.mark.harness,
+    pytest.mark.sandbox,
+    pytest.mark.skipif(shutil.which("npm") is None, reason="no npm"),
+]
+GRADER = {"name": "command", "command": 'test "$(cat notes.txt)" = "hello world"'}
+CHAT, RESPONSES, ANTHROPIC, GOOGLE = "openai_chat", "openai_responses", "anthropic_messages", "google_generate"
+DIALECTS = {"chat": CHAT, "responses": RESPONSES, "anthropic": ANTHROPIC, "google": GOOGLE}
+NATIVE = [("claude_code", ANTHROPIC), ("codex", RESPONSES), ("gemini_cli", GOOGLE)]
+MANY = ("opencode", "qwen_code", "pi")
+
+
+def case(name: str, dialect: str, **settings: Any) -> Any:
+    marks = [] if name == "pi" else [pytest.mark.clis]
+    return pytest.param(name, dialect, settings, marks=marks, id="-".join([name, *map(str, settings.values())]))
+
+
+RUNS = [
+    *(case(name, dialect) for name, dialect in NATIVE),
+    *(case(name, dialect, wire=wire) for name in MANY for wire, dialect in DIALECTS.items()),
+    case("claude_code", ANTHROPIC, bare=True),
+    case("claude_code", ANTHROPIC, experimental_betas=False),
+    case("codex", RESPONSES, multi_agent=True),
+    case("qwen_code", CHAT, bare=True),
+]
+
+
+async def run(folder: Path, name: str, settings: dict[str, Any], script: Script) -> dict[str, Any]:
+    task = parse_task(
+        {
+            "task_id": "t",
+            "instruction": "--help: create notes.txt that says hello world",
+            "harness": {"name": name, "settings": settings},
+            "runtime": {"name": "bubblewrap"},
+            "evaluator": GRADER,
+            "budgets": {"run": 240},
+            "retries": 0,
+        },
+        "test",
+    )
+    gateway = GatewaySettings(engine_retries=0)
+    options = RunOptions(out=folder, cache=cache_dir(), settings=Settings(gateway=gateway))
+    await Runner([task], ScriptedEngine(script), options).run()
+    result: dict[str, Any] = json.loads((folder / "sessions.jsonl").read_text())
+    return result
+
+
+@pytest.mark.parametrize(("name", "dialect", "settings"), RUNS)
+async def test_does_its_task_with_one_exact_row(
+    name: str, dialect: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    result = await run(tmp_path / "run", name, settings, Script())
+    words = (tmp_path / "run" / "logs" / "t.0" / "harness.stderr").read_text()[-2000:]
+    assert (result["status"], result["exit_code"], result["error"]) == ("completed", 0, None), words
+    assert result["reward"] == 1.0
+    assert (result["num_calls"], result["num_traces"]) == (2, 1)
+    ledger = result["ledger"]
+    assert ledger["captured"] == ledger["trained"] > 0
+    assert (ledger["excluded"], ledger["chain_breaks"]) == ({}, {})
+    calls = pq.read_table(tmp_path / "run" / "calls.parquet").to_pylist()
+    assert {(call["dialect"], call["lane"], call["model"]) for call in calls} == {(dialect, "main", "scripted")}
+    row = pq.read_table(tmp_path / "run" / "traces.parquet").to_pylist()[0]
+    assert sum(row["loss_mask"]) == ledger["trained"]
+    assert "--help: create notes.txt" in row["messages"]
+
+
+REFUSALS = [case(name, dialect) for name, dialect in [*NATIVE, ("opencode", CHAT), ("qwen_code", CHAT), ("pi", CHAT)]]
+
+
+@pytest.mark.parametrize(("name", "dialect", "settings"), REFUSALS)
+async def test_a_prompt_that_does_not_fit_is_a_failure_and_no_infrastructure(
+    name: str, dialect: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    script = Script(steps=[Step(fault=Fault(kind="overflow"))])
+    result = await run(tmp_path / "run", name, settings, script)
+    assert (result["status"], result["reward"], result["num_traces"]) == ("failed", 0.0, 0)
+    assert result["error"]["boundary"] == "harness"
+
+
+@pytest.mark.parametrize(("name", "dialect", "settings"), REFUSALS)
+async def test_an_engine_that_fails_once_is_asked_again(
+    name: str, dialect: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """By the client itself: the gateway's own retries are off."""
+    failing = Step(text="Done.", fault=Fault(kind="http_error", status=503, times=1))
+    result = await run(tmp_path / "run", name, settings, Script(steps=[failing]))
+    assert (result["status"], result["reward"], result["num_traces"]) == ("completed", 0.0, 1)
+    assert result["ledger"]["calls_by_outcome"] == {"failed": 1, "ok": 1}
