@@ -1,6 +1,6 @@
 """The command-line agents for real: a whole run in a sandbox that reaches nothing but the gateway, with the scripted engine.
 
-All but pi are marked ``clis`` too: their installation is 100 to 425 MB each, once a cache.
+All but pi are marked ``clis`` too: their installation is 100 to 750 MB each, once a cache.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 
 from polynya.config import GatewaySettings, Settings, cache_dir
 from polynya.engines.scripted import Script, ScriptedEngine
-from polynya.engines.scripted.script import Fault, Step
+from polynya.engines.scripted.script import Fault, ScriptedCall, Step
 from polynya.rollout.runner import Runner, RunOptions
 from polynya.schema import parse_task
 
@@ -85,7 +85,33 @@ async def test_does_its_task_with_one_exact_row(
     assert "--help: create notes.txt" in row["messages"]
 
 
-REFUSALS = [case(name, dialect) for name, dialect in [*NATIVE, ("opencode", CHAT), ("qwen_code", CHAT), ("pi", CHAT)]]
+def bash(command: str) -> Step:
+    return Step(text="Working.", tool_calls=[ScriptedCall(name="bash", arguments=json.dumps({"command": command}))])
+
+
+@pytest.mark.clis
+async def test_mini_swe_agent_does_its_task_with_one_exact_row(tmp_path: Path) -> None:
+    """It ends by a command, not by a reply without one."""
+    script = Script(
+        steps=[bash("printf 'hello world' > notes.txt"), bash("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")]
+    )
+    result = await run(tmp_path / "run", "mini_swe_agent", {}, script)
+    assert (result["status"], result["exit_code"], result["error"]) == ("completed", 0, None)
+    assert (result["reward"], result["num_calls"], result["num_traces"]) == (1.0, 2, 1)
+    assert result["ledger"]["captured"] == result["ledger"]["trained"] > 0
+
+
+@pytest.mark.clis
+async def test_mini_swe_agent_that_never_calls_its_tool_fails(tmp_path: Path) -> None:
+    result = await run(tmp_path / "run", "mini_swe_agent", {"max_format_errors": 2}, Script(act_turns=0))
+    assert (result["status"], result["num_calls"]) == ("failed", 2)
+    assert result["error"]["message"] == "RepeatedFormatError"
+
+
+REFUSALS = [
+    case(name, dialect)
+    for name, dialect in [*NATIVE, ("opencode", CHAT), ("qwen_code", CHAT), ("pi", CHAT), ("mini_swe_agent", CHAT)]
+]
 
 
 @pytest.mark.parametrize(("name", "dialect", "settings"), REFUSALS)
@@ -98,7 +124,7 @@ async def test_a_prompt_that_does_not_fit_is_a_failure_and_no_infrastructure(
     assert result["error"]["boundary"] == "harness"
 
 
-@pytest.mark.parametrize(("name", "dialect", "settings"), REFUSALS)
+@pytest.mark.parametrize(("name", "dialect", "settings"), REFUSALS[:-1])
 async def test_an_engine_that_fails_once_is_asked_again(
     name: str, dialect: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:

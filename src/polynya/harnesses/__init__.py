@@ -10,6 +10,7 @@ from polynya.harnesses.base import Harness
 from polynya.harnesses.claude_code import ClaudeCode
 from polynya.harnesses.codex import Codex
 from polynya.harnesses.gemini_cli import GeminiCli
+from polynya.harnesses.mini_swe_agent import MiniSweAgent
 from polynya.harnesses.opencode import Opencode
 from polynya.harnesses.pi import Pi
 from polynya.harnesses.qwen_code import QwenCode
@@ -19,6 +20,7 @@ BUILT_IN: dict[str, Callable[[], Harness]] = {
     "claude_code": ClaudeCode,
     "codex": Codex,
     "gemini_cli": GeminiCli,
+    "mini_swe_agent": MiniSweAgent,
     "opencode": Opencode,
     "pi": Pi,
     "qwen_code": QwenCode,

@@ -1,31 +1,24 @@
-"""Installs pinned npm packages into the cache, once, so that they start without network afterwards.
+"""Installs pinned npm packages into the cache.
 
-Invariant: a folder under ``<cache>/harnesses`` is complete or absent: packages are installed beside it and renamed into
-place, and a marker in it says what it holds. Two processes do not install one at the same time. Install scripts of
-packages never run: they are code from elsewhere and would run outside every sandbox.
+Invariant: install scripts of packages never run: they are code from elsewhere and would run outside every sandbox.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import fcntl
-import json
-import os
 import platform
 import shutil
-import signal
-import tempfile
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from polynya.errors import HarnessMissing
+from polynya.harnesses import _cache
+from polynya.harnesses._cache import folder_of, is_installed
 from polynya.harnesses.base import Progress
 from polynya.runtimes.base import Check
 
+__all__ = ["check_of", "folder_of", "install", "install_node", "is_installed", "node_package", "node_program"]
+
 NODE_VERSION = "22.23.3"
-MARKER = "polynya-install.json"
-LOCK_POLL = 0.2
 NPM_FIX = "install npm, e.g. `apt-get install npm`, and see that it reaches a registry (`npm ping`)"
 _MACHINES = {"x86_64": "x64", "amd64": "x64", "aarch64": "arm64", "arm64": "arm64"}
 
@@ -49,17 +42,6 @@ async def install_node(cache: Path, progress: Progress) -> Path:
     return folder
 
 
-def folder_of(cache: Path, name: str, version: str) -> Path:
-    return cache.absolute() / "harnesses" / f"{name}-{version}"
-
-
-def is_installed(folder: Path, packages: Mapping[str, str]) -> bool:
-    try:
-        return bool(json.loads((folder / MARKER).read_bytes())["packages"] == dict(packages))
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
 def check_of(name: str, folder: Path, packages: Mapping[str, str]) -> Check:
     if is_installed(folder, packages):
         return Check(name=name, ok=True, detail=f"installed in {folder}")
@@ -75,76 +57,10 @@ async def install(name: str, folder: Path, packages: Mapping[str, str], progress
     npm = shutil.which("npm")
     if npm is None:
         raise HarnessMissing(f"{name} is not installed in {folder}, and there is no npm", fix=NPM_FIX)
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        async with _lock(folder.parent / f".{folder.name}.lock", name, progress):
-            if is_installed(folder, packages):
-                return
-            await _install_locked(npm, name, folder, packages, progress)
-    except OSError as exc:
-        raise HarnessMissing(
-            f"{name} cannot be installed into {folder}: {exc}", fix="set POLYNYA_CACHE to a writable folder"
-        ) from exc
 
-
-async def _install_locked(npm: str, name: str, folder: Path, packages: Mapping[str, str], progress: Progress) -> None:
-    progress(f"{name}: installing {', '.join(f'{key} {value}' for key, value in packages.items())} with npm")
-    await asyncio.to_thread(_remove_leftovers, folder)
-    staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.new-", dir=folder.parent))
-    try:
-        staging.chmod(0o755)
+    async def fill(staging: Path) -> None:
         wanted = [f"{package}@{version}" for package, version in packages.items()]
         argv = [npm, "install", "--prefix", str(staging), "--ignore-scripts", "--no-audit", "--no-fund"]
-        await _run([*argv, "--include=optional", "--save-exact", "--loglevel=error", *wanted], name)
-        (staging / MARKER).write_text(json.dumps({"packages": dict(packages)}))
-        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
-        staging.rename(folder)
-    except BaseException:
-        await asyncio.to_thread(shutil.rmtree, staging, ignore_errors=True)
-        raise
-    progress(f"{name}: installed in {folder}")
+        await _cache.run([*argv, "--include=optional", "--save-exact", "--loglevel=error", *wanted], name, NPM_FIX)
 
-
-def _remove_leftovers(folder: Path) -> None:
-    """What a killed installation left. We hold the lock, so nobody works in there."""
-    for old in folder.parent.glob(f".{folder.name}.new-*"):
-        shutil.rmtree(old, ignore_errors=True)
-
-
-async def _run(argv: list[str], name: str) -> None:
-    process = await asyncio.create_subprocess_exec(
-        *argv,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        start_new_session=True,
-    )
-    try:
-        output, _ = await process.communicate()
-    except asyncio.CancelledError:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await asyncio.shield(process.wait())
-        raise
-    if process.returncode != 0:
-        lines = output.decode(errors="replace").strip().splitlines()
-        raise HarnessMissing(
-            f"{name}: npm ended with {process.returncode}: " + "\n".join(lines[-12:])[-2000:], fix=NPM_FIX
-        )
-
-
-@contextlib.asynccontextmanager
-async def _lock(path: Path, name: str, progress: Progress) -> AsyncIterator[None]:
-    """Held by one process of this machine. Polled, because a thread blocked in flock cannot be cancelled."""
-    with path.open("w") as file:
-        told = False
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if not told:
-                    progress(f"{name}: another process installs it, waiting")
-                    told = True
-                await asyncio.sleep(LOCK_POLL)
-        yield
+    await _cache.install(name, folder, packages, progress, fill)
