@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# The tests and the demo's tasks (through the real CLI) against a real vLLM CPU server: same run directory, same checks.
+# Every harness CLI on the scripted engine; then tests and the demo's tasks against a real vLLM CPU server, with the same checks.
 # Needs `polynya` and `python` of the development environment on PATH. Leaves nothing running.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+
+python -m pytest -m clis -q
 
 venv="${POLYNYA_VLLM_VENV:-.venv-vllm}"
 out="${1:-runs/integration-vllm}"
