@@ -22,7 +22,7 @@ from polynya.harnesses.base import Endpoint, Harness, Installed, Progress, Verdi
 from polynya.node.trajectory import trajectory_of
 from polynya.runtimes import provider
 from polynya.runtimes.base import ExecResult, Runtime, RuntimeProvider
-from polynya.runtimes.files import remove_tree
+from polynya.runtimes.files import remove_tree, write_files
 from polynya.runtimes.workspace import copy_workspace, prepare_workspace
 from polynya.schema import ErrorInfo, Ledger, Provenance, RuntimeSpec, Score, Session, SessionResult, Status, Trajectory
 
@@ -109,13 +109,10 @@ class Job:
             workdir=self.runtime.workdir,
             home=self.runtime.home,
         )
-        for path, content in launch.home_files.items():
-            target = self.runtime.home_path / path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_text(content)
+        await asyncio.to_thread(write_files, self.runtime.home_path, launch.home_files, "home")
         self.result = await self.runtime.exec(
             launch.argv,
-            env={**task.runtime.env, **launch.env, **task.harness.env},
+            env={**task.runtime.env, **launch.env},
             stdin=launch.stdin,
             stdout=self._logs / "harness.stdout",
             stderr=self._logs / "harness.stderr",

@@ -48,8 +48,7 @@ def validate(task: TaskSpec) -> None:
         raise TaskFileError(
             f"{where}: callback {task.callback!r} needs the rollout server", fix="leave it out: results are in --out"
         )
-    for spec in task.evaluator:
-        evaluators.evaluator(spec.name).validate(spec.settings)
+    evaluators.validate_all(task.evaluator)
     if task.builder.name not in BUILDERS:
         raise TaskFileError(
             f"{where}: builder.name {task.builder.name!r} is unknown", fix=f"use one of {', '.join(sorted(BUILDERS))}"
