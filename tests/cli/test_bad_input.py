@@ -132,7 +132,7 @@ def test_harness_that_cannot_be_installed_is_a_part_that_is_missing(cli: Cli, mo
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"harness": "hal9000"}, ["harness.name 'hal9000' is not known", "pi, shell"]),
+        ({"harness": "hal9000"}, ["harness.name 'hal9000' is not known", "claude_code"]),
         ({"runtime": "mainframe"}, ["runtime.name 'mainframe' is not known", "bubblewrap"]),
     ],
 )

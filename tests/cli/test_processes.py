@@ -126,7 +126,7 @@ def test_interrupt_before_the_run_began_leaves_nothing(cli: Cli) -> None:
     cli.tasks(cli.task(harness="pi"))
     path = f"{cli.folder / 'bin'}:{os.environ['PATH']}"
     with cli.start("run", "tasks.yaml", "-e", "scripted", "-o", "out", PATH=path) as process:
-        _line_with(process, "installing", "npm")
+        _line_with(process, "pi", "installing")
         process.send_signal(signal.SIGINT)
         stdout, stderr = process.communicate()
     assert (process.returncode, stdout) == (130, ""), stderr

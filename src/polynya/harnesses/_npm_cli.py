@@ -50,7 +50,7 @@ class NpmCli:
         await npm.install(self.name, folder, self.packages(version), progress)
         folders, programs = [folder], {self.name: str(self.program(folder))}
         if self.needs_node:
-            folders.append(node := await npm.install_node(cache, progress))
+            folders.append(node := await npm.install_node(cache, progress, self.name))
             programs["node"] = str(npm.node_program(node))
         for program in programs.values():
             if not Path(program).is_file():

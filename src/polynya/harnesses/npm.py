@@ -35,10 +35,10 @@ def node_program(folder: Path) -> Path:
     return folder / "node_modules" / node_package() / "bin" / "node"
 
 
-async def install_node(cache: Path, progress: Progress) -> Path:
+async def install_node(cache: Path, progress: Progress, needed_by: str) -> Path:
     """Node in a folder of its own, for all that need it."""
     folder = folder_of(cache, "node", NODE_VERSION)
-    await install("node", folder, {node_package(): NODE_VERSION}, progress)
+    await install(f"node for {needed_by}", folder, {node_package(): NODE_VERSION}, progress)
     return folder
 
 
