@@ -70,7 +70,8 @@ async def test_peaks_keep_to_the_limits(make_lab: Make, fake: FakeProvider) -> N
     results = [(await handle.output()).result for handle in handles]
     assert {result.status for result in results} == {Status.COMPLETED}
     peak = lab.node.pools.peak
-    assert (peak[Stage.INIT], peak[Stage.RUNNING]) == (3, 4)
+    assert 1 <= peak[Stage.INIT] <= 3
+    assert 1 <= peak[Stage.RUNNING] <= 4
     assert peak[Stage.POSTRUN] <= 2
     assert lab.peak[Stage.READY] <= 2
     lab.nothing_is_left()
