@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from pathlib import Path
 
 import pytest
 
 from polynya.errors import HarnessMissing
-from polynya.harnesses import harness, npm
+from polynya.harnesses import _cache, harness, npm
 from polynya.harnesses._npm_cli import NpmCli, start_of
 from polynya.schema import HarnessSpec
 
@@ -84,6 +85,29 @@ async def test_cancelling_kills_npm_and_leaves_nothing(tmp_path: Path, log: Path
     with pytest.raises(ProcessLookupError):
         os.kill(int(log.read_text()), 0)
     assert [path.name for path in folder.parent.iterdir()] == [".tool-1.2.3.lock"]
+
+
+def alive(mark: Path) -> list[str]:
+    """Processes with ``mark`` in their command line."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if str(mark).encode() in (entry / "cmdline").read_bytes():
+                found.append(entry.name)
+    return found
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 6, 8, 12, 20])
+async def test_cancelling_at_any_moment_leaves_no_npm(tmp_path: Path, log: Path, steps: int) -> None:
+    """Also between the fork and the moment at which the event loop knows of it."""
+    put_npm(tmp_path, "#!/bin/sh\nwhile :; do :; done\n")
+    task = asyncio.ensure_future(_cache.run([str(tmp_path / "bin" / "npm"), str(tmp_path)], "tool", "fix"))
+    for _ in range(steps):
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert alive(tmp_path) == []
 
 
 async def test_what_a_killed_installation_left_is_removed(tmp_path: Path, log: Path) -> None:

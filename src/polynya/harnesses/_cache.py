@@ -78,25 +78,35 @@ def _remove_leftovers(folder: Path) -> None:
 
 async def run(argv: list[str], name: str, fix: str) -> None:
     """Run an installer. Raises HarnessMissing with the last lines that it said."""
-    process = await asyncio.create_subprocess_exec(
-        *argv,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        start_new_session=True,
+    # Cancelled between the fork and its end, create_subprocess_exec would leave the child to itself.
+    starting = asyncio.ensure_future(
+        asyncio.create_subprocess_exec(
+            *argv,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+        )
     )
     try:
+        process = await asyncio.shield(starting)
         output, _ = await process.communicate()
     except asyncio.CancelledError:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await asyncio.shield(process.wait())
+        await asyncio.shield(_kill(starting))
         raise
     if process.returncode != 0:
         lines = output.decode(errors="replace").strip().splitlines()
         raise HarnessMissing(
             f"{name}: {Path(argv[0]).name} ended with {process.returncode}: " + "\n".join(lines[-12:])[-2000:], fix=fix
         )
+
+
+async def _kill(starting: asyncio.Future[asyncio.subprocess.Process]) -> None:
+    with contextlib.suppress(OSError):
+        process = await starting
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
 
 
 @contextlib.asynccontextmanager
