@@ -6,15 +6,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from polynya import runtimes
+from polynya.engines.scripted import Fault, Script, Step
 from polynya.errors import RuntimeFailure
+from polynya.harnesses.base import Verdict
+from polynya.harnesses.shell import Shell
 from polynya.node import SessionEvent
 from polynya.rollout.check import check_run
 from polynya.rollout.rundir import read_results
 from polynya.rollout.runner import RunHooks
-from polynya.runtimes.base import Bind
+from polynya.runtimes.base import Bind, ExecResult
 from polynya.runtimes.local import LocalProvider, LocalRuntime
 from polynya.schema import RuntimeSpec, Stage, Status
 
@@ -105,3 +109,15 @@ async def test_one_broken_session_does_not_stop_the_others(lab: Lab, monkeypatch
     broken = next(result for result in read_results(lab.out) if result.session_id == "t.1")
     assert (broken.reward, broken.flags) == (None, {"cleanup_failed": 1})
     assert check_run(lab.out) == []
+
+
+async def test_outage_that_the_harness_reports_itself_is_tried_again(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    def verdict(self: Shell, result: ExecResult, stdout_tail: bytes) -> Verdict:
+        return Verdict(ok=result.exit_code == 0, reason="error: 503 from the API", infra=result.exit_code != 0)
+
+    monkeypatch.setattr(Shell, "verdict", verdict)
+    task, _ = lab.talk(sessions=1, calls=1)
+    script = Script(steps=[Step(text="fine", fault=Fault(kind="http_error", status=503, times=1))])
+    await lab.runner([msgspec.structs.replace(task, retries=1)], script).run()
+    (result,) = read_results(lab.out)
+    assert (result.status, result.attempt, result.reward) == (Status.COMPLETED, 2, 1.0)

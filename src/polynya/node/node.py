@@ -225,13 +225,15 @@ class _Way:
     def _judge_capture(self) -> None:
         """What the gateway saw of this session outweighs how its harness ended."""
         session = self._job.gateway_session
-        if session is None or self._status in (Status.CANCELLED, Status.INFRA_ERROR):
+        if session is None or self._status == Status.CANCELLED:
+            return
+        if self._status == Status.INFRA_ERROR and self._error is not None and self._error.boundary != "harness":
             return
         if session.capture_error:
             self._end_with(Status.INFRA_ERROR, "CaptureError", "capture", session.capture_error)
         elif session.engine_error:
             self._end_with(Status.INFRA_ERROR, "EngineUnavailable", "engine", session.engine_error)
-        elif session.flags["budget_exhausted"] and self._status != Status.TIMEOUT:
+        elif session.flags["budget_exhausted"] and self._status not in (Status.TIMEOUT, Status.INFRA_ERROR):
             self._end_with(
                 Status.BUDGET_EXHAUSTED, "BudgetExhausted", "node", "the call or token budget was spent", True
             )
