@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Annotated
@@ -44,12 +45,13 @@ def demo(
         out.print(f"[red]check failed[/red]  {problem}")
     if not problems:
         out.print("checked  every row valid, every sampled token trained once or excluded for a reason")
+    polynya = "polynya" if shutil.which("polynya") else sys.argv[0]
     out.print(
         f"\n[bold]Next[/bold]\n"
-        f"  look at it      polynya view {out_dir}    (or open {page})\n"
-        f"  load the rows   python -c \"import pyarrow.parquet as p; print(p.read_table('{out_dir}/traces.parquet'))\"\n"
-        f"  your own tasks  polynya run TASKS.yaml --engine embedded|URL    (docs/tasks.md)\n"
-        f"  your own agent  polynya gateway --engine embedded|URL",
+        f"  look at it      {polynya} view {out_dir}    (or open {page})\n"
+        f"  load the rows   {sys.executable} -c \"import pyarrow.parquet as p; print(p.read_table('{out_dir}/traces.parquet'))\"\n"
+        f"  your own tasks  {polynya} run TASKS.yaml --engine embedded|URL    (docs/tasks.md)\n"
+        f"  your own agent  {polynya} gateway --engine embedded|URL",
         highlight=False,
     )
     raise typer.Exit(EXIT_STORAGE if problems else code)

@@ -74,9 +74,8 @@ class GatewayApp:
         if isinstance(session, Fault):
             await _refuse(exchange, dialect, _key_error(session))
         elif found is None:
-            message = (
-                f"{exchange.method} {path or '/'} is not served; POST {path.partition('/v1')[0]}/v1/chat/completions is"
-            )
+            served = "/v1/chat/completions, /v1/responses, /v1/messages, /v1beta/models/MODEL:generateContent"
+            message = f"{exchange.method} {path or '/'} is not served; POST to one of {served}"
             await _refuse(exchange, dialect, WireError(fault=Fault.NOT_FOUND, message=message))
         elif found.action == "models":
             self.side_requests["models"] += 1

@@ -82,7 +82,8 @@ class RunDir:
                 self._take_lock()
             if "run.json" in names:
                 raise RunDirError(
-                    f"{self.path} holds a run already", fix="pass --resume to go on with it, or choose another --out"
+                    f"{self.path} holds a run already",
+                    fix="choose another directory; `run` goes on with it when --resume is given",
                 )
             foreign = names - (_OURS if ours and not self._has_results() else {".lock", "view.html"})
             if foreign:
