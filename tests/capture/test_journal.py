@@ -189,6 +189,26 @@ def test_directory_that_cannot_be_written_is_an_error_at_start(
     assert segments(tmp_path) == []
 
 
+async def test_record_that_cannot_be_encoded_is_refused_alone(journal: Journal) -> None:
+    monstrous = SessionOpened(session_id="s0", attempt=1, at=0.0, meta={"seed": 2**70})
+    with pytest.raises(CaptureError, match="cannot be encoded"):
+        await journal.append(monstrous, durable=True)
+    await journal.append(record(1), durable=True)
+    assert written(journal.directory) == ["s1"]
+
+
+async def test_writer_outlives_a_fault_that_nobody_foresaw(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(sync: bytes, payload: bytes) -> bytes:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(module.framing, "frame", broken)
+    with pytest.raises(CaptureError, match="a bug"):
+        await journal.append(record(0), durable=True)
+    monkeypatch.undo()
+    await journal.append(record(1), durable=True)
+    assert written(journal.directory) == ["s1"]
+
+
 async def test_caller_that_was_cancelled_does_not_stop_the_writer(journal: Journal) -> None:
     gone = journal.append(record(0), durable=True)
     gone.cancel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 from pathlib import Path
 from typing import Any
@@ -141,12 +142,40 @@ async def test_sealed_attempt_takes_no_call_and_counts_a_late_one(bench: Bench, 
     assert recover(tmp_path)[("s", 1)].late_writes == 1
 
 
-async def test_attempt_opens_once_and_is_forgotten_when_dropped(bench: Bench) -> None:
+async def test_attempt_opens_once_and_is_forgotten_when_sealed(bench: Bench) -> None:
     capture = await bench.store.open_session("s", 1)
     with pytest.raises(CaptureError, match="open already"):
         await bench.store.open_session("s", 1)
-    bench.store.drop(capture)
-    await bench.store.open_session("s", 1)
+    await bench.store.seal(capture)
+    assert bench.store._open == set()
+
+
+async def test_call_that_was_cancelled_while_its_intent_was_written_counts_live_as_in_the_journal(
+    bench: Bench, tmp_path: Path
+) -> None:
+    capture = await bench.store.open_session("s", 1)
+    beginning = asyncio.ensure_future(bench.store.begin(capture, start()))
+    await asyncio.sleep(0)
+    beginning.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await beginning
+    await bench.store.seal(capture)
+    assert [call.outcome for call in capture.calls] == ["unfinished"]
+    assert list(recover(tmp_path)[("s", 1)].begun) == list(capture.begun)
+
+
+async def test_intent_that_could_not_be_written_begins_nothing_though_its_caller_is_gone(bench: Bench) -> None:
+    capture = await bench.store.open_session("s", 1)
+    pending: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    bench.journal.append = lambda record, *, durable: pending  # type: ignore[method-assign]
+    beginning = asyncio.ensure_future(bench.store.begin(capture, start()))
+    await asyncio.sleep(0)
+    beginning.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await beginning
+    pending.set_exception(DiskFull("no space"))
+    await asyncio.sleep(0)
+    assert capture.begun == {}
 
 
 async def test_more_branches_than_are_kept_at_hand_still_rebuild_exactly(bench: Bench) -> None:
@@ -162,8 +191,6 @@ class Full:
     """A journal whose disk is full."""
 
     def append(self, record: object, *, durable: bool) -> Any:
-        import asyncio
-
         future = asyncio.get_running_loop().create_future()
         future.set_exception(DiskFull(f"no space: {errno.ENOSPC}"))
         return future

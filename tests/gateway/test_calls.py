@@ -292,3 +292,52 @@ async def test_side_endpoints_answer_without_a_capture(make_rig: MakeRig) -> Non
         assert (await response.json())["type"] == "error"
     assert agent.session.capture.calls == []
     assert rig.gateway.app.side_requests["models"] == 1
+
+
+async def test_outage_is_made_good_only_by_a_later_call_that_asks_the_same_again(make_rig: MakeRig) -> None:
+    fault = Fault(kind="http_error", status=503, retry_after="0", times=1)
+    rig = await make_rig(Script(steps=[Step(text="x", fault=fault)]))
+    agent = await rig.open()
+    assert (await agent.post(agent.body("the work")))[0] == 503
+    assert agent.session.engine_error
+    rig.engine.script = rig.engine.desk.script = Script(steps=[Step(text="fine")])
+    assert (await agent.post(agent.body("a title for this chat")))[0] == 200
+    assert agent.session.engine_error, "another conversation says nothing about this one"
+    assert (await agent.post(agent.body("the work")))[0] == 200
+    assert agent.session.engine_error == ""
+
+
+async def test_call_in_flight_before_an_outage_does_not_make_it_good(make_rig: MakeRig) -> None:
+    rig = await make_rig(Script(steps=[Step(text="early", hold=True)]))
+    agent = await rig.open()
+    early = asyncio.create_task(agent.post(agent.body("the work")))
+    await rig.engine.until(lambda: rig.engine.in_flight == 1)
+    rig.engine.script = rig.engine.desk.script = Script(steps=[Step(fault=Fault(kind="http_error", status=500))])
+    assert (await agent.post(agent.body("the work", temperature=0.5)))[0] == 503
+    rig.engine.desk.release()
+    assert (await early)[0] == 200
+    assert agent.session.engine_error
+
+
+async def test_retry_at_once_after_a_hang_up_is_a_new_call_never_a_false_end(make_rig: MakeRig) -> None:
+    rig = await make_rig(Script(steps=[Step(text="late", hold=True)]))
+    agent = await rig.open()
+    first = asyncio.create_task(agent.post(agent.body()))
+    await rig.engine.until(lambda: rig.engine.in_flight == 1)
+    (run,) = agent.session.in_flight.values()
+    run.leave()
+    second = asyncio.create_task(agent.post(agent.body()))
+    await rig.until(lambda: any(other is not run for other in agent.session.in_flight.values()))
+    await rig.engine.until(lambda: rig.engine.in_flight == 1)
+    rig.engine.desk.release()
+    assert (await second)[0] == 200
+    await first
+    assert [call.outcome for call in agent.session.capture.committed] == ["cancelled", "ok"]
+
+
+async def test_number_that_no_record_holds_harms_nobody(make_rig: MakeRig) -> None:
+    rig = await make_rig(Script(steps=[Step(text="ok")]))
+    attacker, other = await rig.open("t.0"), await rig.open("t.1")
+    status, reply = await attacker.post(attacker.body(seed=2**70))
+    assert (status, reply["error"]["param"]) == (400, "seed")
+    assert (await other.post(other.body()))[0] == 200

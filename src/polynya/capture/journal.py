@@ -31,10 +31,10 @@ _NO_PERMISSION = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 class _Entry:
-    __slots__ = ("durable", "future", "record")
+    __slots__ = ("durable", "future", "payload")
 
-    def __init__(self, record: Record, durable: bool, future: asyncio.Future[None]) -> None:
-        self.record = record
+    def __init__(self, payload: bytes, durable: bool, future: asyncio.Future[None]) -> None:
+        self.payload = payload
         self.durable = durable
         self.future = future
 
@@ -69,8 +69,15 @@ class Journal:
         future = asyncio.get_running_loop().create_future()
         if self._thread is None:
             future.set_exception(CaptureError("the journal is closed", fix="start() it first"))
-        else:
-            self._queue.put(_Entry(record, durable, future))
+            return future
+        try:
+            payload = encode(record)
+        except (OverflowError, ValueError, TypeError) as exc:
+            future.set_exception(
+                CaptureError(f"a record cannot be encoded: {exc}", fix="report this: a parser let it in")
+            )
+            return future
+        self._queue.put(_Entry(payload, durable, future))
         return future
 
     async def close(self) -> None:
@@ -104,7 +111,7 @@ class Journal:
         try:
             if self._fd < 0:
                 self._open_segment()
-            self._write(b"".join(framing.frame(self._sync, encode(entry.record)) for entry in group))
+            self._write(b"".join(framing.frame(self._sync, entry.payload) for entry in group))
             _settle([entry for entry in group if not entry.durable], None)
             durable = [entry for entry in group if entry.durable]
             if durable:
@@ -116,6 +123,10 @@ class Journal:
                 self._open_segment()
         except OSError as exc:
             _settle(group, _explain(exc, self.directory))
+            self._recover_segment()
+        except Exception as exc:
+            # Whatever it is, the thread must live: a dead writer would leave every session without an answer.
+            _settle(group, CaptureError(f"journal in {self.directory}: {type(exc).__name__}: {exc}", fix="report this"))
             self._recover_segment()
 
     def _write(self, data: bytes) -> None:

@@ -103,18 +103,19 @@ class CaptureStore:
     def __init__(self, journal: Journal, clock: Callable[[], float]) -> None:
         self._journal = journal
         self._clock = clock
-        self._sessions: dict[tuple[str, int], SessionCapture] = {}
+        self._open: set[tuple[str, int]] = set()
 
     async def open_session(self, session_id: str, attempt: int, meta: dict[str, Any] | None = None) -> SessionCapture:
         key = (session_id, attempt)
-        if key in self._sessions:
+        if key in self._open:
             raise CaptureError(f"session {session_id} attempt {attempt} is open already", fix="open a session once")
-        capture = self._sessions[key] = SessionCapture(session_id, attempt)
+        self._open.add(key)
+        capture = SessionCapture(session_id, attempt)
         record = SessionOpened(session_id=session_id, attempt=attempt, at=self._clock(), meta=meta or {})
         try:
             await self._journal.append(record, durable=False)
         except CaptureError:
-            del self._sessions[key]
+            self._open.discard(key)
             raise
         return capture
 
@@ -144,7 +145,13 @@ class CaptureStore:
             prompt_sent=start.prompt_sent,
         )
         call = StoredCall(intent, base)
-        await self._journal.append(intent, durable=False)
+        written = self._journal.append(intent, durable=False)
+        try:
+            await asyncio.shield(written)
+        except asyncio.CancelledError:
+            # The record may be written all the same: then the call was begun, for us as for whoever reads the journal.
+            written.add_done_callback(lambda done: _enter(capture, call, done))
+            raise
         capture.begun[intent.call_id] = call
         return call
 
@@ -206,15 +213,12 @@ class CaptureStore:
         self._journal.append(record, durable=False).add_done_callback(_retrieve)
 
     async def seal(self, capture: SessionCapture) -> None:
-        """No more calls. Returns when everything of the attempt is durable."""
+        """No more calls. Returns when everything of the attempt is durable. The store holds nothing of it any more."""
         capture.sealed = True
+        self._open.discard((capture.session_id, capture.attempt))
         capture.forget_leaves()
         record = SessionSealed(session_id=capture.session_id, attempt=capture.attempt, at=self._clock())
         await self._journal.append(record, durable=True)
-
-    def drop(self, capture: SessionCapture) -> None:
-        """Free an attempt that was built and delivered."""
-        self._sessions.pop((capture.session_id, capture.attempt), None)
 
 
 def recover(directory: Path, scan: JournalScan | None = None) -> dict[tuple[str, int], SessionCapture]:
@@ -269,6 +273,11 @@ def _message_base(capture: SessionCapture, messages: list[bytes]) -> tuple[Store
 
 def _bytes(values: Int32Array | Float32Array | None, dtype: str) -> bytes:
     return b"" if values is None else np.ascontiguousarray(values, dtype=dtype).tobytes()
+
+
+def _enter(capture: SessionCapture, call: StoredCall, written: asyncio.Future[None]) -> None:
+    if written.exception() is None:
+        capture.begun[call.call_id] = call
 
 
 def _retrieve(future: asyncio.Future[None]) -> None:

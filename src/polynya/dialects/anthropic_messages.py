@@ -18,6 +18,7 @@ from polynya.dialects.neutral import ChatMessage, ChatReply, ChatRequest, ReplyH
 from polynya.dialects.wire import (
     arguments_object,
     arguments_text,
+    bounded,
     chat_message,
     decode_as,
     encode,
@@ -123,12 +124,15 @@ class AnthropicMessages:
             tools_raw=function_tools(specs),
             tool_choice=_choice(choice),
             parallel_tool_calls=False if choice and choice.disable_parallel_tool_use else None,
-            sampling=SamplingParams(
-                temperature=wire.temperature,
-                top_p=wire.top_p,
-                top_k=wire.top_k,
-                max_tokens=wire.max_tokens,
-                stop=wire.stop_sequences or [],
+            sampling=bounded(
+                SamplingParams(
+                    temperature=wire.temperature,
+                    top_p=wire.top_p,
+                    top_k=wire.top_k,
+                    max_tokens=wire.max_tokens,
+                    stop=wire.stop_sequences or [],
+                ),
+                {},
             ),
             stream=bool(wire.stream),
             leftovers=leftovers,

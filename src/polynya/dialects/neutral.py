@@ -66,6 +66,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: dict[str, float] | None = None
 
 
+class _Typed(msgspec.Struct):
+    type: object = None
+
+
+def _free(response_format: msgspec.Raw | None) -> bool:
+    """No format, null, or an object whose own ``type`` is text. Anything else is taken for a grammar."""
+    if response_format is None or bytes(response_format).strip() == b"null":
+        return True
+    try:
+        return msgspec.json.decode(response_format, type=_Typed).type == "text"
+    except msgspec.DecodeError:
+        return False
+
+
 class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One model request, whatever dialect it came in."""
 
@@ -102,9 +116,7 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
         """The engine will mask the distribution by a grammar, so the logprobs are not the policy's own."""
         choice = bytes(self.tool_choice) if self.tool_choice is not None else b"null"
         free_choice = choice.strip() in (b"null", b'"auto"', b'"none"')
-        shape = bytes(self.response_format) if self.response_format is not None else b"null"
-        free_shape = shape.strip() == b"null" or b'"type":"text"' in shape.replace(b" ", b"")
-        return not (free_choice and free_shape)
+        return not (free_choice and _free(self.response_format))
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):

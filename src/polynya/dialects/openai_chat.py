@@ -24,7 +24,7 @@ from polynya.dialects.neutral import (
     ToolSpec,
     Usage,
 )
-from polynya.dialects.wire import decode_as, encode, pieces, readable
+from polynya.dialects.wire import bounded, decode_as, encode, pieces, readable
 
 _NULL = msgspec.Raw(b"null")
 
@@ -281,18 +281,21 @@ def _parse_tools(tools: list[msgspec.Raw]) -> list[ToolSpec]:
 
 
 def _sampling(wire: _WireRequest, max_tokens: int | None) -> SamplingParams:
-    return SamplingParams(
-        temperature=wire.temperature,
-        top_p=wire.top_p,
-        top_k=wire.top_k,
-        min_p=wire.min_p,
-        presence_penalty=wire.presence_penalty,
-        frequency_penalty=wire.frequency_penalty,
-        repetition_penalty=wire.repetition_penalty,
-        max_tokens=max_tokens,
-        stop=[wire.stop] if isinstance(wire.stop, str) else list(wire.stop or []),
-        seed=wire.seed,
-        logit_bias=wire.logit_bias,
+    return bounded(
+        SamplingParams(
+            temperature=wire.temperature,
+            top_p=wire.top_p,
+            top_k=wire.top_k,
+            min_p=wire.min_p,
+            presence_penalty=wire.presence_penalty,
+            frequency_penalty=wire.frequency_penalty,
+            repetition_penalty=wire.repetition_penalty,
+            max_tokens=max_tokens,
+            stop=[wire.stop] if isinstance(wire.stop, str) else list(wire.stop or []),
+            seed=wire.seed,
+            logit_bias=wire.logit_bias,
+        ),
+        {},
     )
 
 

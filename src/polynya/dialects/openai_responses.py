@@ -17,7 +17,7 @@ from polynya.dialects import responses_reply
 from polynya.dialects.base import BadRequest, WireError
 from polynya.dialects.neutral import ChatMessage, ChatReply, ChatRequest, ReplyHead, Role, SamplingParams, ToolCall
 from polynya.dialects.responses_tools import ToolBox, tool_box, upstream_name
-from polynya.dialects.wire import chat_message, decode_as, encode, readable
+from polynya.dialects.wire import bounded, chat_message, decode_as, encode, readable
 
 COMPACTION_REQUEST = (
     "Condense the conversation so far into a summary from which another agent can go on with the work: the task, what was "
@@ -122,7 +122,10 @@ class OpenAIResponses:
             tool_choice=_choice(wire.tool_choice),
             response_format=_response_format(wire.text),
             parallel_tool_calls=wire.parallel_tool_calls,
-            sampling=SamplingParams(temperature=wire.temperature, top_p=wire.top_p, max_tokens=wire.max_output_tokens),
+            sampling=bounded(
+                SamplingParams(temperature=wire.temperature, top_p=wire.top_p, max_tokens=wire.max_output_tokens),
+                {"max_tokens": "max_output_tokens"},
+            ),
             stream=bool(wire.stream),
             tool_aliases=box.aliases,
             previous_response_id=wire.previous_response_id or "",

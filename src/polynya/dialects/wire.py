@@ -5,13 +5,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
 
 from polynya.dialects.base import BadRequest
-from polynya.dialects.neutral import ChatMessage, Role, ToolCall, ToolSpec
+from polynya.dialects.neutral import ChatMessage, Role, SamplingParams, ToolCall, ToolSpec
 
 encode = msgspec.json.Encoder().encode
 _any = msgspec.json.Decoder()
@@ -47,6 +47,16 @@ def decode_as(decoder: msgspec.json.Decoder[Any], raw: bytes | msgspec.Raw, wher
         raise BadRequest(f"{field or 'body'}: {text}", field=field) from exc
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise BadRequest(f"{where or 'body'} is not JSON: {exc}", field=where) from exc
+
+
+def bounded(sampling: SamplingParams, names: Mapping[str, str]) -> SamplingParams:
+    """The same, or BadRequest for an integer that no engine takes. ``names``: our field → the client's."""
+    for ours, limit in (("seed", 2**63), ("top_k", 2**31), ("max_tokens", 2**31)):
+        value = getattr(sampling, ours)
+        if value is not None and not -limit <= value < limit:
+            field = names.get(ours, ours)
+            raise BadRequest(f"{field}: {value} is out of range; use a number below {limit}", field=field)
+    return sampling
 
 
 def pieces(text: str) -> Iterator[str]:

@@ -97,7 +97,7 @@ class Calls:
     ) -> CallRun:
         """Join, replay or begin a call. The run's task ends with an Answer, CallFailed or CancelledError."""
         running = session.in_flight.get(digest)
-        if running is not None and not running.task.done():
+        if running is not None and not running.task.done() and running.clients > 0:
             running.clients += 1
             session.flags["joined_requests"] += 1
             return running
@@ -111,6 +111,8 @@ class Calls:
             )
         )
         session.in_flight[digest] = run
+        session.tasks.add(run.task)
+        run.task.add_done_callback(session.tasks.discard)
         run.task.add_done_callback(lambda _: _forget(session, digest, run))
         return run
 
@@ -154,7 +156,7 @@ class Calls:
             )
             answer = Answer(reply=_with_usage(reply), head=self._head(call.call_id, request), call=call)
             await self._commit(session, call, _end_of(reply, answer.reply, request, self._engine.info.vocab_size))
-            session.engine_error = ""
+            session.made_good(call, start.messages)
             session.flags.update(reply.flags)
             session.keep_reply(digest, answer)
             session.remember_response(request, answer)
@@ -182,7 +184,7 @@ class Calls:
     async def _engine_failed(self, session: GatewaySession, call: StoredCall, error: EngineError) -> CallFailed:
         session.flags[f"engine_{error.kind}"] += 1
         if not error.policy_can_cause:
-            session.engine_error = str(error)
+            session.engine_failures.append((call.index, call.messages, str(error)))
         await self._commit(session, call, CallEnd(outcome="failed", error=f"{error.kind}: {error}"))
         return CallFailed(wire_error_of(error))
 

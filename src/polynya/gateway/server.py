@@ -119,7 +119,7 @@ class Gateway:
         self._keyring.revoke(session)
         for extra in self._extra.pop(session, []):
             extra.close()
-        running = [run.task for run in session.in_flight.values()]
+        running = list(session.tasks)
         for task in running:
             task.cancel()
         if running:

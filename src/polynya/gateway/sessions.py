@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from polynya.capture.calls import StoredCall
 from polynya.capture.store import SessionCapture
 from polynya.dialects.base import Fault, WireError
 from polynya.dialects.neutral import ChatMessage, ChatRequest
@@ -55,8 +56,10 @@ class GatewaySession:
         self.refused_after_budget = 0
         self.capture_error = ""
         """Not empty: a record could not be written, so the session is an infrastructure failure."""
-        self.engine_error = ""
-        """An engine failure that the policy cannot cause, and that no later call of the session has made good."""
+        self.engine_failures: list[tuple[int, list[bytes], str]] = []
+        """Index, messages and words of each engine failure that the policy cannot cause and nothing has made good."""
+        self.tasks: set[asyncio.Task[Answer]] = set()
+        """All calls under way, abandoned ones that are still being closed too."""
         self.closed = False
 
     @property
@@ -68,6 +71,19 @@ class GatewaySession:
         budgets = self.grant.budgets
         calls = budgets.calls is not None and self.calls_begun >= budgets.calls
         return calls or (budgets.tokens is not None and self.capture.sampled_tokens >= budgets.tokens)
+
+    @property
+    def engine_error(self) -> str:
+        """The last outage that still stands, or ``""``."""
+        return self.engine_failures[-1][2] if self.engine_failures else ""
+
+    def made_good(self, call: StoredCall, messages: list[bytes]) -> None:
+        """A call succeeded. It makes an outage good only if it asked again: begun later, with the same messages or more."""
+        self.engine_failures = [
+            failure
+            for failure in self.engine_failures
+            if call.index < failure[0] or messages[: len(failure[1])] != failure[1]
+        ]
 
     def with_history(self, request: ChatRequest) -> ChatRequest | WireError:
         """The request with the messages that ``previous_response_id`` stands for. Unknown ids are an error, never lost history."""
