@@ -1,4 +1,4 @@
-"""What all tests share: the event loop that the product runs on."""
+"""What all tests share: the event loop that the product runs on, and property tests without a clock."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from collections.abc import Callable, Mapping
 
 import pytest
 import uvloop
+from hypothesis import settings
+
+settings.register_profile("no clock", deadline=None)
+settings.load_profile("no clock")
 
 
 def pytest_asyncio_loop_factories(
