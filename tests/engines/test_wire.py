@@ -162,7 +162,7 @@ def test_a_request_holds_the_clients_bytes() -> None:
     chat = ChatRequest(
         dialect="chat",
         model="m",
-        messages=[ChatMessage(role="user", text="é", raw=msgspec.Raw(raw))],
+        messages=[ChatMessage(role="user", raw=raw)],
         tools_raw=msgspec.Raw(b'[ {"type":"function"} ]'),
         tool_choice=msgspec.Raw(b'"auto"'),
         parallel_tool_calls=False,

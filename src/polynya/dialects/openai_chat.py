@@ -14,45 +14,21 @@ import msgspec
 
 from polynya.dialects.base import BadRequest, Fault, WireError
 from polynya.dialects.neutral import (
+    TEXT_PARTS,
     ChatMessage,
     ChatReply,
     ChatRequest,
     ReplyHead,
     Role,
     SamplingParams,
-    ToolCall,
     ToolSpec,
     Usage,
+    WireMessage,
+    WirePart,
 )
 from polynya.dialects.wire import bounded, decode_as, encode, pieces, readable
 
 _NULL = msgspec.Raw(b"null")
-
-
-class _Function(msgspec.Struct):
-    name: str = ""
-    arguments: Any = ""
-
-
-class _WireToolCall(msgspec.Struct):
-    id: str | None = None
-    function: _Function = msgspec.field(default_factory=_Function)
-
-
-class _WireMessage(msgspec.Struct):
-    role: str
-    content: str | list[msgspec.Raw] | None = None
-    tool_calls: list[_WireToolCall] | None = None
-    tool_call_id: str | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-    refusal: str | None = None
-
-
-class _Part(msgspec.Struct):
-    type: str = "text"
-    text: str | None = None
-    refusal: str | None = None
 
 
 class _ToolFunction(msgspec.Struct):
@@ -99,8 +75,8 @@ class _WireRequest(msgspec.Struct):
 
 _KNOWN = {field.name for field in msgspec.structs.fields(_WireRequest)}
 _request = msgspec.json.Decoder(_WireRequest)
-_message = msgspec.json.Decoder(_WireMessage)
-_part = msgspec.json.Decoder(_Part)
+_message = msgspec.json.Decoder(WireMessage)
+_part = msgspec.json.Decoder(WirePart)
 _tool = msgspec.json.Decoder(_WireTool)
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -112,7 +88,6 @@ _ROLES: dict[str, Role] = {
     "tool": "tool",
     "function": "tool",
 }
-_TEXT_PARTS = {"text", "input_text", "output_text", "refusal"}
 _MEDIA_PARTS = {"image_url", "input_audio", "file", "video_url", "audio_url"}
 
 
@@ -220,52 +195,35 @@ def _given(raw: msgspec.Raw) -> msgspec.Raw | None:
 
 
 def _parse_message(raw: msgspec.Raw, where: str) -> ChatMessage:
-    wire: _WireMessage = decode_as(_message, raw, where)
+    wire: WireMessage = decode_as(_message, raw, where)
     role = _ROLES.get(wire.role)
     if role is None:
         raise BadRequest(
             f"{where}.role: {wire.role!r} is unknown; use one of {', '.join(_ROLES)}", field=f"{where}.role"
         )
-    text, media = _content(wire.content, where)
-    return ChatMessage(
-        role=role,
-        text=text or wire.refusal or "",
-        reasoning=wire.reasoning_content or wire.reasoning or "",
-        tool_calls=[_tool_call(call) for call in wire.tool_calls or []],
-        tool_call_id=wire.tool_call_id or "",
-        media=media,
-        raw=msgspec.Raw(bytes(raw)) if role == wire.role else _with_role(raw, role),
-    )
+    media = _media(wire.content, where) if isinstance(wire.content, list) else 0
+    return ChatMessage(role=role, raw=bytes(raw) if role == wire.role else _with_role(raw, role), media=media)
 
 
-def _content(content: str | list[msgspec.Raw] | None, where: str) -> tuple[str, int]:
-    if not isinstance(content, list):
-        return content or "", 0
-    texts, media = [], 0
+def _media(content: list[msgspec.Raw], where: str) -> int:
+    """How many of the parts are no text. Refuses a part of an unknown kind."""
+    media = 0
     for i, raw in enumerate(content):
-        part: _Part = decode_as(_part, raw, f"{where}.content[{i}]")
-        if part.type in _TEXT_PARTS:
-            texts.append(part.text or part.refusal or "")
-        elif part.type in _MEDIA_PARTS:
+        part: WirePart = decode_as(_part, raw, f"{where}.content[{i}]")
+        if part.type in _MEDIA_PARTS:
             media += 1
-        else:
-            known = ", ".join(sorted(_TEXT_PARTS | _MEDIA_PARTS))
+        elif part.type not in TEXT_PARTS:
+            known = ", ".join(sorted(TEXT_PARTS | _MEDIA_PARTS))
             raise BadRequest(
                 f"{where}.content[{i}].type: {part.type!r} is unknown; use one of {known}",
                 field=f"{where}.content[{i}].type",
             )
-    return "\n".join(text for text in texts if text), media
+    return media
 
 
-def _tool_call(call: _WireToolCall) -> ToolCall:
-    arguments = call.function.arguments
-    text = arguments if isinstance(arguments, str) else encode(arguments).decode()
-    return ToolCall(id=call.id or "", name=call.function.name, arguments=text)
-
-
-def _with_role(raw: msgspec.Raw, role: Role) -> msgspec.Raw:
+def _with_role(raw: msgspec.Raw, role: Role) -> bytes:
     fields: dict[str, Any] = _object.decode(raw)
-    return msgspec.Raw(encode(fields | {"role": role}))
+    return encode(fields | {"role": role})
 
 
 def _parse_tools(tools: list[msgspec.Raw]) -> list[ToolSpec]:

@@ -109,10 +109,7 @@ def chat_message(
     if tool_call_id:
         wire["tool_call_id"] = tool_call_id
     media = sum(part.get("type") != "text" for part in parts or [])
-    return ChatMessage(
-        role=role, text=text, reasoning=reasoning, tool_calls=calls, tool_call_id=tool_call_id, media=media,
-        raw=msgspec.Raw(encode(wire)),
-    )  # fmt: skip
+    return ChatMessage(role=role, raw=encode(wire), media=media)
 
 
 def function_tools(specs: list[ToolSpec]) -> msgspec.Raw | None:

@@ -110,7 +110,7 @@ def chat_fields(chat: ChatRequest, extra: dict[str, Any] | None = None, *, whole
 
     ``whole`` adds what steers the generation and not the prompt: tool choice, response format, parallel calls.
     """
-    parts = [b'"messages":[' + b",".join(bytes(message.raw) for message in chat.messages) + b"]"]
+    parts = [b'"messages":[' + b",".join(message.raw for message in chat.messages) + b"]"]
     raw: list[tuple[bytes, msgspec.Raw | None]] = [
         (b"tools", chat.tools_raw),
         (b"chat_template_kwargs", chat.template_kwargs),

@@ -143,7 +143,7 @@ class Calls:
                 lane=lane,
                 model=request.model,
                 body_digest=digest,
-                messages=[bytes(message.raw) for message in request.messages],
+                messages=[message.raw for message in request.messages],
                 tools=bytes(request.tools_raw) if request.tools_raw is not None else b"[]",
                 sampling=msgspec.to_builtins(sampling),
             )
