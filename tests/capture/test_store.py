@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polynya.capture.calls import StoredCall, best_base
+from polynya.capture.calls import StoredCall
 from polynya.capture.journal import Journal
+from polynya.capture.prompts import Leaf, best_base
 from polynya.capture.records import CallDelivered, CallIntent, CallOutcome, SessionOpened, decode, encode
 from polynya.capture.store import CallEnd, CallStart, CaptureStore, SessionCapture, recover, replay
 from polynya.errors import CaptureError, DiskFull
@@ -307,9 +308,7 @@ def test_call_without_tools_on_record_has_none() -> None:
 
 
 def test_no_leaf_that_shares_anything_is_no_base() -> None:
-    assert best_base(
-        np.array([1], dtype=np.int32), [(StoredCall(intent("c0"), None), np.array([2], dtype=np.int32))]
-    ) == (None, 0)
+    assert best_base(np.array([1], dtype=np.int32), [Leaf(StoredCall(intent("c0"), None))]) == (None, 0)
 
 
 @st.composite

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polynya.dialects.neutral import ChatMessage, ChatRequest
-from polynya.engines.wire import chat_fields, parse_ids, prompt_ids_of, read_chat
+from polynya.engines.wire import chat_fields, cut_prompt, parse_ids, read_chat
 from polynya.errors import EngineProtocolError
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "engines"
@@ -134,15 +134,18 @@ def test_the_key_inside_a_string_is_not_taken_for_the_ids() -> None:
         "choices": [{"message": {"content": 'say "prompt_token_ids":[9,9]'}}],
         "prompt_token_ids": [1, 2],
     }
-    found = prompt_ids_of(json.dumps(document, separators=(",", ":")).encode(), "test")
+    rest, prompt = cut_prompt(json.dumps(document, separators=(",", ":")).encode())
+    found = read_chat(rest, "test", prompt).prompt_ids
     assert found is not None and found.tolist() == [1, 2]
+    assert prompt is not None
 
 
 @pytest.mark.parametrize("echo", [{"prompt_token_ids": [7]}, None])
 def test_a_key_that_is_there_twice_or_spaced_is_decoded_in_full(echo: object) -> None:
     document = {"kv_transfer_params": echo, "choices": [{"message": {}}], "prompt_token_ids": [1, 2]}
     for body in (json.dumps(document), json.dumps(document, separators=(",", ":"))):
-        found = prompt_ids_of(body.encode(), "test")
+        rest, prompt = cut_prompt(body.encode())
+        found = read_chat(rest, "test", prompt).prompt_ids
         assert found is not None and found.tolist() == [1, 2]
 
 

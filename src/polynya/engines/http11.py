@@ -72,7 +72,9 @@ class Origin:
 class Http11Client:
     """Used from one event loop."""
 
-    def __init__(self, base_url: str, headers: Mapping[str, str], *, connect_timeout: float, read_timeout: float) -> None:
+    def __init__(
+        self, base_url: str, headers: Mapping[str, str], *, connect_timeout: float, read_timeout: float
+    ) -> None:
         self.origin = Origin(base_url)
         self._head = _lines({"Host": self.origin.authority, **headers})
         self._connect_timeout = connect_timeout

@@ -191,7 +191,7 @@ class LlamaCppEngine:
         )
         return EngineReply(
             reply=ChatReply(text=parsed.text, reasoning=reasoning, tool_calls=calls, finish_reason=finish, usage=usage),
-            prompt_ids=prompt,
+            prompt=prompt,
             sampled_ids=sampled_ids,
             logprobs=np.array(sampled.logprobs, dtype=np.float32),
             finish_reason=sampled.finish,

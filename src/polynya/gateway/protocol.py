@@ -31,7 +31,12 @@ class _Http(HttpToolsProtocol):
         super().on_headers_complete()
         length = next((value for name, value in self.headers if name == b"content-length"), b"")
         chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
-        if length.isdigit() and not chunked and _SMALL < int(length) <= DIRECT_BYTES and not self.parser.should_upgrade():
+        if (
+            length.isdigit()
+            and not chunked
+            and _SMALL < int(length) <= DIRECT_BYTES
+            and not self.parser.should_upgrade()
+        ):
             self.whole, self.at = bytearray(int(length)), 0
 
     def on_body(self, body: bytes) -> None:

@@ -40,9 +40,7 @@ def test_an_echoed_reply_keeps_the_prompt_a_strict_prefix(
     sampled = tokens.encode_reply(text, reasoning, calls, ended=True)
     named = [ToolCall(id=str(i), name=name, arguments=args) for i, (name, args) in enumerate(calls)]
     echo = wire_message(chat_message("assistant", text=text, reasoning=reasoning, tool_calls=named))
-    later = tokens.render(
-        [*first, echo, wire_message(chat_message("user", text="go on"))], b'[{"type":"function"}]'
-    )
+    later = tokens.render([*first, echo, wire_message(chat_message("user", text="go on"))], b'[{"type":"function"}]')
     whole = np.concatenate([prompt, sampled])
     assert np.array_equal(later[: whole.size], whole)
     assert tokens.turn_of(prompt) == 0

@@ -1,0 +1,102 @@
+"""Token ids as engines print them: `1,22,333`. A long prompt is compared in this form, and only what is new of it is read.
+
+Invariant: a printed form that is kept is canonical (decimal, no sign, space or leading zero), so equal text is equal ids and
+the other way round. Refuses what is no list of integers; never skips or guesses an id.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from polynya.schema import Int32Array
+
+_INT32_MAX = 2**31 - 1
+_COMMA = ord(",")
+_LEADING_ZERO = re.compile(rb"(?:^|,)0[0-9]")
+
+
+class PrintedIds(msgspec.Struct, frozen=True):
+    """The inside of a JSON list of ids, not read yet: its reader may find that it is none."""
+
+    text: bytes
+
+
+def read_ids(text: bytes) -> Int32Array | None:
+    """Ids of the inside of a JSON list. None when one does not fit into 32 bits: such ids cannot be stored.
+
+    Raises ValueError when it is no list of integers.
+    """
+    stripped = text.strip()
+    if not stripped:
+        return np.empty(0, dtype=np.int32)
+    readable = not stripped.translate(None, b"0123456789,- \n\r\t")
+    ids = _numbers(stripped) if readable else None
+    if ids is None or ids.size != stripped.count(b",") + 1:
+        raise ValueError(f"no list of integers: it starts with {stripped[:60]!r}")
+    return narrowed(ids)
+
+
+def narrowed(ids: np.ndarray[Any, np.dtype[np.int64]]) -> Int32Array | None:
+    if ids.size and (int(ids.max()) > _INT32_MAX or int(ids.min()) < -_INT32_MAX):
+        return None
+    return ids.astype(np.int32)
+
+
+def _numbers(text: bytes) -> np.ndarray[Any, np.dtype[np.int64]] | None:
+    try:
+        return np.fromstring(text.decode("ascii"), dtype=np.int64, sep=",")
+    except (DeprecationWarning, ValueError):
+        return None
+
+
+def reread(text: bytes) -> Int32Array:
+    """Ids of a canonical text that was read before."""
+    return np.fromstring(text.decode("ascii"), dtype=np.int32, sep=",") if text else np.empty(0, dtype=np.int32)
+
+
+def print_ids(ids: Int32Array) -> bytes:
+    return ",".join(map(str, ids.tolist())).encode()
+
+
+def is_canonical(text: bytes) -> bool:
+    """For a text that ``read_ids`` could read."""
+    return not text.translate(None, b"0123456789,") and _LEADING_ZERO.search(text) is None
+
+
+def after(text: bytes, pieces: Iterable[bytes], at: int = 0) -> int:
+    """Where ``text`` goes on behind ``pieces``, each ended by a comma or by the end of the text; -1 when it holds other ids.
+
+    The length of the text plus one when nothing follows.
+    """
+    for piece in pieces:
+        if not text.startswith(piece, at):
+            return -1
+        at += len(piece)
+        if at < len(text) and text[at] != _COMMA:
+            return -1
+        at += 1
+    return at
+
+
+def cut(pieces: Sequence[bytes], chars: int) -> list[bytes]:
+    """The first ``chars`` characters of the pieces joined by commas, in pieces again."""
+    found: list[bytes] = []
+    for piece in pieces:
+        if chars <= 0:
+            break
+        found.append(piece if len(piece) <= chars else piece[:chars])
+        chars -= len(piece) + 1
+    return found
+
+
+def offset_of(text: bytes, index: int) -> int:
+    """Where the id with this index begins in a canonical text; 1 past its end for the index after the last."""
+    if index == 0:
+        return 0
+    commas = np.flatnonzero(np.frombuffer(text, dtype=np.uint8) == _COMMA)
+    return int(commas[index - 1]) + 1 if index <= commas.size else len(text) + 1
