@@ -183,4 +183,6 @@ class StoredCall:
 def shared_messages(messages: list[bytes], other: list[bytes]) -> int:
     """How many leading raw messages are equal."""
     n = min(len(messages), len(other))
+    if messages[:n] == other[:n]:
+        return n
     return next((i for i in range(n) if messages[i] != other[i]), n)

@@ -8,7 +8,7 @@ counted). ``recover`` rebuilds from a journal what a killed process had been tol
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,8 @@ class SessionCapture:
         self.sealed = False
         self.late_writes = 0
         self._leaves: OrderedDict[str, Leaf] = OrderedDict()
+        self._recent: deque[tuple[StoredCall, list[bytes]]] = deque(maxlen=_LEAVES)
+        """Calls begun last and their messages, for the next delta."""
 
     @property
     def calls(self) -> list[StoredCall]:
@@ -99,8 +101,25 @@ class SessionCapture:
         while len(self._leaves) > _LEAVES:
             self._leaves.popitem(last=False)
 
+    def enter(self, call: StoredCall, messages: list[bytes]) -> None:
+        """Its intent is written."""
+        self.begun[call.call_id] = call
+        self._recent.appendleft((call, messages))
+
+    def message_base(self, messages: list[bytes]) -> tuple[StoredCall | None, int]:
+        """The recent call that shares most leading messages."""
+        best: tuple[StoredCall | None, int] = (None, 0)
+        for call, theirs in self._recent:
+            shared = shared_messages(messages, theirs)
+            if shared > best[1]:
+                best = (call, shared)
+            if shared == len(theirs):
+                break
+        return best
+
     def forget_leaves(self) -> None:
         self._leaves.clear()
+        self._recent.clear()
 
 
 class CaptureStore:
@@ -131,7 +150,7 @@ class CaptureStore:
             raise CaptureError(f"session {capture.session_id} is sealed", fix="its key is revoked")
         index = capture.next_index
         capture.next_index += 1
-        base, keep = _message_base(capture, start.messages)
+        base, keep = capture.message_base(start.messages)
         same_tools = base is not None and base.tools == start.tools
         intent = CallIntent(
             session_id=capture.session_id,
@@ -156,9 +175,9 @@ class CaptureStore:
             await asyncio.shield(written)
         except asyncio.CancelledError:
             # The record may be written all the same: then the call was begun, for us as for whoever reads the journal.
-            written.add_done_callback(lambda done: _enter(capture, call, done))
+            written.add_done_callback(lambda done: _enter(capture, call, start.messages, done))
             raise
-        capture.begun[intent.call_id] = call
+        capture.enter(call, start.messages)
         return call
 
     async def finish(self, capture: SessionCapture, call: StoredCall, end: CallEnd) -> None:
@@ -266,16 +285,6 @@ def _replay_outcome(capture: SessionCapture, record: CallOutcome) -> None:
     capture.committed.append(call)
 
 
-def _message_base(capture: SessionCapture, messages: list[bytes]) -> tuple[StoredCall | None, int]:
-    """The recent call that shares most leading messages."""
-    best: tuple[StoredCall | None, int] = (None, 0)
-    for call in list(capture.begun.values())[-_LEAVES:][::-1]:
-        shared = shared_messages(messages, call.messages)
-        if shared > best[1]:
-            best = (call, shared)
-    return best
-
-
 def _placed(capture: SessionCapture, prompt: Int32Array | Placed | None) -> Placed | None:
     if prompt is None or isinstance(prompt, Placed):
         return prompt
@@ -291,9 +300,9 @@ def _bytes(values: Int32Array | Float32Array | None, dtype: str) -> bytes:
     return b"" if values is None else np.ascontiguousarray(values, dtype=dtype).tobytes()
 
 
-def _enter(capture: SessionCapture, call: StoredCall, written: asyncio.Future[None]) -> None:
+def _enter(capture: SessionCapture, call: StoredCall, messages: list[bytes], written: asyncio.Future[None]) -> None:
     if written.exception() is None:
-        capture.begun[call.call_id] = call
+        capture.enter(call, messages)
 
 
 def _retrieve(future: asyncio.Future[None]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from polynya.dialects.base import BadRequest, Fault, WireError
+from polynya.dialects.history import History
 from polynya.dialects.neutral import ChatMessage, ChatReply, ChatRequest, ReplyHead, SamplingParams, ToolCall, ToolSpec
 from polynya.dialects.wire import (
     arguments_object,
@@ -26,7 +27,7 @@ from polynya.dialects.wire import (
     function_tools,
     is_ours,
     pieces,
-    readable,
+    read_with,
     sign,
 )
 
@@ -75,7 +76,7 @@ class _ToolChoice(msgspec.Struct):
 
 class _Request(msgspec.Struct):
     model: str
-    messages: list[_Message]
+    messages: msgspec.Raw
     max_tokens: int | None = None
     system: str | list[_Block] | None = None
     tools: list[_Tool] | None = None
@@ -89,6 +90,7 @@ class _Request(msgspec.Struct):
 
 _KNOWN = {field.name for field in msgspec.structs.fields(_Request)}
 _request = msgspec.json.Decoder(_Request)
+_message = msgspec.json.Decoder(_Message)
 _block = msgspec.json.Decoder(_Block)
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
@@ -97,17 +99,14 @@ _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "content_filt
 class AnthropicMessages:
     name = "anthropic_messages"
 
-    def parse(self, body: bytes, path: str) -> ChatRequest:
-        body = readable(body)
-        wire: _Request = decode_as(_request, body, "")
-        if not wire.messages:
+    def parse(self, body: bytes, path: str, history: History[list[ChatMessage]] | None = None) -> ChatRequest:
+        text, wire, messages = read_with(history, body, b'"messages":[', _request, _list_of, _read_message)
+        if not messages:
             raise BadRequest("messages: at least one message is required", field="messages")
         if wire.max_tokens is not None and wire.max_tokens < 1:
             raise BadRequest(f"max_tokens: {wire.max_tokens} is below 1", field="max_tokens")
-        leftovers: dict[str, Any] = {key: value for key, value in _object.decode(body).items() if key not in _KNOWN}
-        messages = _system(wire.system, leftovers)
-        for i, message in enumerate(wire.messages):
-            messages += _messages(message, f"messages[{i}]")
+        leftovers: dict[str, Any] = {key: value for key, value in _object.decode(text).items() if key not in _KNOWN}
+        system = _system(wire.system, leftovers)
         tools = [tool for tool in wire.tools or [] if tool.type in (None, "custom")]
         if dropped := [tool.type for tool in wire.tools or [] if tool.type not in (None, "custom")]:
             leftovers["dropped_tools"] = dropped
@@ -119,7 +118,7 @@ class AnthropicMessages:
         return ChatRequest(
             dialect=self.name,
             model=wire.model,
-            messages=_merged(messages),
+            messages=_merged([*system, *(message for group in messages for message in group)]),
             tools=specs,
             tools_raw=function_tools(specs),
             tool_choice=_choice(choice),
@@ -184,6 +183,14 @@ def _system(system: str | list[_Block] | None, leftovers: dict[str, Any]) -> lis
         leftovers["volatile_system"] = volatile
     text = "\n".join(text for text in texts if text and not text.startswith(_VOLATILE))
     return [chat_message("system", text=text)] if text else []
+
+
+def _list_of(wire: _Request) -> tuple[str, msgspec.Raw]:
+    return "messages", wire.messages
+
+
+def _read_message(raw: msgspec.Raw, where: str) -> list[ChatMessage]:
+    return _messages(decode_as(_message, raw, where), where)
 
 
 def _messages(message: _Message, where: str) -> list[ChatMessage]:

@@ -15,7 +15,7 @@ Role = Literal["system", "user", "assistant", "tool"]
 FinishReason = Literal["stop", "length", "tool_calls", "content_filter", "abort"]
 
 
-class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     id: str
     name: str
     arguments: str
@@ -70,7 +70,7 @@ _message = msgspec.json.Decoder(WireMessage)
 _part = msgspec.json.Decoder(WirePart)
 
 
-class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
+class ChatMessage(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A message in its upstream form. What it says is read from there when it is asked for: a session keeps each once."""
 
     role: Role

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from polynya.dialects.base import BadRequest, Fault, WireError
+from polynya.dialects.history import History
 from polynya.dialects.neutral import (
     TEXT_PARTS,
     ChatMessage,
@@ -26,7 +27,7 @@ from polynya.dialects.neutral import (
     WireMessage,
     WirePart,
 )
-from polynya.dialects.wire import bounded, decode_as, encode, pieces, readable
+from polynya.dialects.wire import bounded, decode_as, encode, pieces, read_with
 
 _NULL = msgspec.Raw(b"null")
 
@@ -48,7 +49,7 @@ class _StreamOptions(msgspec.Struct):
 
 class _WireRequest(msgspec.Struct):
     model: str
-    messages: list[msgspec.Raw]
+    messages: msgspec.Raw
     tools: list[msgspec.Raw] | None = None
     tool_choice: msgspec.Raw = _NULL
     response_format: msgspec.Raw = _NULL
@@ -94,10 +95,9 @@ _MEDIA_PARTS = {"image_url", "input_audio", "file", "video_url", "audio_url"}
 class OpenAIChat:
     name = "openai_chat"
 
-    def parse(self, body: bytes, path: str) -> ChatRequest:
-        body = readable(body)
-        wire = decode_as(_request, body, "")
-        if not wire.messages:
+    def parse(self, body: bytes, path: str, history: History[ChatMessage] | None = None) -> ChatRequest:
+        text, wire, messages = read_with(history, body, b'"messages":[', _request, _list_of, _parse_message)
+        if not messages:
             raise BadRequest("messages: [] is empty; send at least one message", field="messages")
         if wire.n is not None and wire.n != 1:
             raise BadRequest(
@@ -109,7 +109,7 @@ class OpenAIChat:
         return ChatRequest(
             dialect=self.name,
             model=wire.model,
-            messages=[_parse_message(raw, f"messages[{i}]") for i, raw in enumerate(wire.messages)],
+            messages=messages,
             tools=_parse_tools(wire.tools or []),
             tools_raw=msgspec.Raw(encode(wire.tools)) if wire.tools else None,
             tool_choice=_given(wire.tool_choice),
@@ -121,7 +121,7 @@ class OpenAIChat:
             wants_logprobs=bool(wire.logprobs),
             wants_top_logprobs=wire.top_logprobs or 0,
             template_kwargs=_given(wire.chat_template_kwargs),
-            leftovers={key: value for key, value in _object.decode(body).items() if key not in _KNOWN},
+            leftovers={key: value for key, value in _object.decode(text).items() if key not in _KNOWN},
         )
 
     def render(self, request: ChatRequest, reply: ChatReply, head: ReplyHead) -> bytes:
@@ -192,6 +192,10 @@ def _given(raw: msgspec.Raw) -> msgspec.Raw | None:
     """A copy that does not hold the whole body, or None for null. (msgspec decodes ``Raw | None`` as null only.)"""
     value = bytes(raw)
     return None if value == b"null" else msgspec.Raw(value)
+
+
+def _list_of(wire: _WireRequest) -> tuple[str, msgspec.Raw]:
+    return "messages", wire.messages
 
 
 def _parse_message(raw: msgspec.Raw, where: str) -> ChatMessage:

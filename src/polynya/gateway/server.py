@@ -82,6 +82,8 @@ class Gateway:
             timeout_keep_alive=_IDLE_SECONDS,
             timeout_graceful_shutdown=5,
             server_header=False,
+            date_header=False,
+            proxy_headers=False,
         )
         self._server = _Server(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name="gateway")

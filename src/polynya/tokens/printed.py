@@ -65,7 +65,9 @@ def print_ids(ids: Int32Array) -> bytes:
 
 def is_canonical(text: bytes) -> bool:
     """For a text that ``read_ids`` could read."""
-    return not text.translate(None, b"0123456789,") and _LEADING_ZERO.search(text) is None
+    if text.translate(None, b"0123456789,"):
+        return False
+    return (b",0" not in text and not text.startswith(b"0")) or _LEADING_ZERO.search(text) is None
 
 
 def after(text: bytes, pieces: Iterable[bytes], at: int = 0) -> int:
