@@ -14,7 +14,7 @@ from polynya.capture.journal import Journal
 from polynya.capture.prompts import place
 from polynya.capture.store import CallEnd, CallStart, CaptureStore, SessionCapture, recover
 from polynya.schema import Exclusion, Lane
-from polynya.tokens.printed import PrintedIds, print_ids
+from polynya.tokens.printed import print_ids, printed
 
 
 def array(ids: list[int]) -> np.ndarray:
@@ -37,7 +37,7 @@ class Session:
     ) -> StoredCall:
         start = CallStart(dialect="d", lane=Lane.MAIN, model="m", body_digest=b"", messages=[])
         call = await self.store.begin(self.capture, start)
-        placed = place(PrintedIds(prompt) if isinstance(prompt, bytes) else prompt, self.capture.leaves())
+        placed = place(printed(prompt) if isinstance(prompt, bytes) else prompt, self.capture.leaves())
         assert placed is not None
         end = CallEnd(
             outcome="ok",
@@ -116,15 +116,15 @@ async def test_what_follows_an_id_out_of_range_is_judged_again(session: Session)
 
 async def test_id_beyond_32_bits_has_no_place(session: Session) -> None:
     await session.call(b"1,2", [3])
-    assert place(PrintedIds(b"1,2,3,4294967296"), session.capture.leaves()) is None
-    assert place(PrintedIds(b"4294967296"), session.capture.leaves()) is None
+    assert place(printed(b"1,2,3,4294967296"), session.capture.leaves()) is None
+    assert place(printed(b"4294967296"), session.capture.leaves()) is None
 
 
 async def test_what_is_no_list_has_no_place(session: Session) -> None:
     await session.call(b"1,2", [3])
     for text in (b"1,2,3,x", b"x", b"1,2,3,,"):
         with pytest.raises(ValueError, match="no list"):
-            place(PrintedIds(text), session.capture.leaves())
+            place(printed(text), session.capture.leaves())
 
 
 @st.composite

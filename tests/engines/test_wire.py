@@ -171,9 +171,9 @@ def test_a_request_holds_the_clients_bytes() -> None:
         parallel_tool_calls=False,
         template_kwargs=msgspec.Raw(b'{"enable_thinking":false}'),
     )
-    body = chat_fields(chat, {"n": 1}, whole=True)
+    body = b"".join(chat_fields(chat, {"n": 1}, whole=True))
     assert raw in body and b'[ {"type":"function"} ]' in body
     document = json.loads(body)
     assert document["tool_choice"] == "auto" and document["parallel_tool_calls"] is False
     assert document["chat_template_kwargs"] == {"enable_thinking": False} and document["n"] == 1
-    assert "tool_choice" not in json.loads(chat_fields(chat))
+    assert "tool_choice" not in json.loads(b"".join(chat_fields(chat)))

@@ -7,18 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polynya.tokens.printed import after, cut, is_canonical, offset_of, print_ids, read_ids
+from polynya.tokens.printed import cut, is_canonical, offset_of, print_ids, printed, read_ids
 
 ids = st.lists(st.integers(0, 2**31 - 1), max_size=12)
 
 
-def printed(values: list[int]) -> bytes:
+def text_of(values: list[int]) -> bytes:
     return print_ids(np.array(values, dtype=np.int32))
 
 
 @given(ids)
 def test_print_is_canonical_and_reads_back(values: list[int]) -> None:
-    text = printed(values)
+    text = text_of(values)
     found = read_ids(text)
     assert found is not None and found.tolist() == values
     assert is_canonical(text)
@@ -48,24 +48,24 @@ def test_an_id_beyond_32_bits_makes_all_unusable() -> None:
 def test_text_goes_on_behind_pieces_exactly_when_the_ids_do(pieces: list[list[int]], values: list[int]) -> None:
     head = [value for piece in pieces for value in piece]
     for whole in (head + values, values):
-        at = after(printed(whole), [printed(piece) for piece in pieces])
+        at = printed(text_of(whole)).after([text_of(piece) for piece in pieces])
         begins = whole[: len(head)] == head
         assert (at >= 0) is begins
         if begins:
-            rest = read_ids(printed(whole)[at:])
+            rest = read_ids(text_of(whole)[at:])
             assert rest is not None and rest.tolist() == whole[len(head) :]
 
 
 def test_an_id_that_only_begins_alike_is_another_id() -> None:
-    assert after(b"12,34", [b"1"]) == -1
-    assert after(b"12,34", [b"12,3"]) == -1
-    assert after(b"12,34", [b"12", b"34"]) == len(b"12,34") + 1
+    assert printed(b"12,34").after([b"1"]) == -1
+    assert printed(b"12,34").after([b"12,3"]) == -1
+    assert printed(b"12,34").after([b"12", b"34"]) == len(b"12,34") + 1
 
 
 @given(st.lists(st.lists(st.integers(0, 300), min_size=1, max_size=4), min_size=1, max_size=4), st.data())
 def test_cut_pieces_are_the_first_ids(pieces: list[list[int]], data: st.DataObject) -> None:
     whole = [value for piece in pieces for value in piece]
     keep = data.draw(st.integers(0, len(whole)))
-    at = offset_of(printed(whole), keep)
-    found = cut([printed(piece) for piece in pieces], at - 1)
-    assert b",".join(found) == printed(whole[:keep])
+    at = offset_of(text_of(whole), keep)
+    found = cut([text_of(piece) for piece in pieces], at - 1)
+    assert b",".join(found) == text_of(whole[:keep])

@@ -13,7 +13,7 @@ import msgspec
 
 from polynya.capture.calls import StoredCall
 from polynya.schema import Int32Array
-from polynya.tokens.printed import PrintedIds, after, cut, is_canonical, offset_of, read_ids
+from polynya.tokens.printed import PrintedIds, cut, is_canonical, offset_of, read_ids
 from polynya.tokens.validate import common_prefix
 
 
@@ -55,15 +55,15 @@ class Match(msgspec.Struct, frozen=True):
     """Their print, in pieces."""
 
 
-def longest_match(text: bytes, leaves: Sequence[Leaf]) -> Match | None:
-    """The leaf that ``text`` extends, or whose prompt at least. Leaves: the latest first."""
+def longest_match(prompt: PrintedIds, leaves: Sequence[Leaf]) -> Match | None:
+    """The leaf that ``prompt`` extends, or whose prompt at least. Leaves: the latest first."""
     best: Match | None = None
     for leaf in leaves:
-        at = after(text, leaf.pieces) if leaf.pieces else -1
+        at = prompt.after(leaf.pieces) if leaf.pieces else -1
         if at < 0:
             continue
         keep, held = leaf.call.prompt_len, leaf.pieces
-        further = after(text, [leaf.sampled_text], at) if leaf.sampled_text else -1
+        further = prompt.after([leaf.sampled_text], at) if leaf.sampled_text else -1
         if further >= 0:
             return Match(leaf, keep + len(leaf.call.sampled_ids), further, [*held, leaf.sampled_text])
         if best is None or keep > best.keep:
@@ -79,12 +79,11 @@ def place(prompt: Int32Array | PrintedIds, leaves: Sequence[Leaf], match: Match 
     if not isinstance(prompt, PrintedIds):
         base, keep = best_base(prompt, leaves)
         return Placed(base=base, keep=keep, context=prompt[keep:])
-    match = match or longest_match(prompt.text, leaves)
-    return _read_whole(prompt.text, leaves) if match is None else _read_rest(prompt.text, match)
+    match = match or longest_match(prompt, leaves)
+    return _read_whole(prompt.text, leaves) if match is None else _read_rest(prompt.rest(match.at), match)
 
 
-def _read_rest(text: bytes, match: Match) -> Placed | None:
-    rest = text[match.at :]
+def _read_rest(rest: bytes, match: Match) -> Placed | None:
     context = read_ids(rest)
     if context is None:
         return None

@@ -105,12 +105,17 @@ class _Named(msgspec.Struct):
     choices: list[_NamedChoice]
 
 
-def chat_fields(chat: ChatRequest, extra: dict[str, Any] | None = None, *, whole: bool = False) -> bytes:
-    """One JSON object: the messages and tools as the client sent them, then ``extra``.
+_completion = msgspec.json.Decoder(_Completion)
+
+
+def chat_fields(chat: ChatRequest, extra: dict[str, Any] | None = None, *, whole: bool = False) -> list[bytes]:
+    """One JSON object: the messages and tools as the client sent them, then ``extra``. In pieces: it may be megabytes.
 
     ``whole`` adds what steers the generation and not the prompt: tool choice, response format, parallel calls.
     """
-    parts = [b'"messages":[' + b",".join(message.raw for message in chat.messages) + b"]"]
+    parts = [piece for message in chat.messages for piece in (b",", message.raw)]
+    parts[:1] = [b'{"messages":[']
+    parts.append(b"]")
     raw: list[tuple[bytes, msgspec.Raw | None]] = [
         (b"tools", chat.tools_raw),
         (b"chat_template_kwargs", chat.template_kwargs),
@@ -119,12 +124,13 @@ def chat_fields(chat: ChatRequest, extra: dict[str, Any] | None = None, *, whole
         # an engine refuses a tool choice without tools
         raw.append((b"tool_choice", chat.tool_choice if chat.tools_raw is not None else None))
         raw.append((b"response_format", chat.response_format))
-    parts += [b'"%b":%b' % (key, bytes(value)) for key, value in raw if value is not None]
+    parts += [b',"%b":%b' % (key, bytes(value)) for key, value in raw if value is not None]
     if whole and chat.parallel_tool_calls is not None and chat.tools_raw is not None:
-        parts.append(b'"parallel_tool_calls":' + (b"true" if chat.parallel_tool_calls else b"false"))
+        parts.append(b',"parallel_tool_calls":' + (b"true" if chat.parallel_tool_calls else b"false"))
     if extra:
-        parts.append(msgspec.json.encode(extra)[1:-1])
-    return b"{" + b",".join(parts) + b"}"
+        parts.append(b"," + msgspec.json.encode(extra)[1:-1])
+    parts.append(b"}")
+    return parts
 
 
 def read_chat(body: bytes, what: str, prompt: PrintedIds | None = None) -> EngineReply:
@@ -172,7 +178,7 @@ def read_chat(body: bytes, what: str, prompt: PrintedIds | None = None) -> Engin
 
 def _decoded(body: bytes, what: str) -> tuple[bytes, _Completion]:
     try:
-        return body, msgspec.json.decode(body, type=_Completion)
+        return body, _completion.decode(body)
     except msgspec.DecodeError as exc:
         if not isinstance(exc, msgspec.ValidationError) and (b"NaN" in body or b"Infinity" in body):
             # servers in Python write NaN and Infinity, which JSON does not have; null is read as NaN
@@ -201,7 +207,7 @@ def cut_prompt(body: bytes) -> tuple[bytes, PrintedIds | None]:
     end = body.find(b"]", start) if start >= len(_PROMPT_KEY) else -1
     if end < 0 or body.find(_PROMPT_KEY, end) >= 0:
         return body, None
-    return body[:start] + body[end:], PrintedIds(body[start:end])
+    return body[:start] + body[end:], PrintedIds(body, start, end)
 
 
 def _decoded_prompt(body: bytes, what: str) -> Int32Array | None:

@@ -78,7 +78,9 @@ class CallRun:
 
 
 def body_digest(path: str, body: bytes) -> bytes:
-    return xxhash.xxh3_128_digest(path.encode() + b"\0" + body)
+    hasher = xxhash.xxh3_128(path.encode() + b"\0")
+    hasher.update(body)
+    return hasher.digest()
 
 
 class Calls:
@@ -261,8 +263,8 @@ async def _placed(capture: SessionCapture, reply: EngineReply) -> Placed | None:
     try:
         if not isinstance(prompt, PrintedIds):
             return place(prompt, leaves)
-        match = longest_match(prompt.text, leaves)
-        if len(prompt.text) - (match.at if match else 0) > _OFF_LOOP_PRINT:
+        match = longest_match(prompt, leaves)
+        if len(prompt) - (match.at if match else 0) > _OFF_LOOP_PRINT:
             return await asyncio.to_thread(place, prompt, leaves, match)
         return place(prompt, leaves, match)
     except ValueError as exc:

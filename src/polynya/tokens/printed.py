@@ -21,9 +21,41 @@ _LEADING_ZERO = re.compile(rb"(?:^|,)0[0-9]")
 
 
 class PrintedIds(msgspec.Struct, frozen=True):
-    """The inside of a JSON list of ids, not read yet: its reader may find that it is none."""
+    """The inside of a JSON list of ids, ``body[start:end]``, not read yet: its reader may find that it is none."""
 
-    text: bytes
+    body: bytes
+    start: int
+    end: int
+
+    @property
+    def text(self) -> bytes:
+        return self.body[self.start : self.end]
+
+    def after(self, pieces: Iterable[bytes], at: int = 0) -> int:
+        """Where the text goes on behind ``pieces``, each ended by a comma or by the end; -1 when it holds other ids.
+
+        The length of the text plus one when nothing follows.
+        """
+        body, end = self.body, self.end
+        at += self.start
+        for piece in pieces:
+            if not body.startswith(piece, at, end):
+                return -1
+            at += len(piece)
+            if at < end and body[at] != _COMMA:
+                return -1
+            at += 1
+        return at - self.start
+
+    def rest(self, at: int) -> bytes:
+        return self.body[self.start + at : self.end]
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+
+def printed(text: bytes) -> PrintedIds:
+    return PrintedIds(text, 0, len(text))
 
 
 def read_ids(text: bytes) -> Int32Array | None:
@@ -68,21 +100,6 @@ def is_canonical(text: bytes) -> bool:
     if text.translate(None, b"0123456789,"):
         return False
     return (b",0" not in text and not text.startswith(b"0")) or _LEADING_ZERO.search(text) is None
-
-
-def after(text: bytes, pieces: Iterable[bytes], at: int = 0) -> int:
-    """Where ``text`` goes on behind ``pieces``, each ended by a comma or by the end of the text; -1 when it holds other ids.
-
-    The length of the text plus one when nothing follows.
-    """
-    for piece in pieces:
-        if not text.startswith(piece, at):
-            return -1
-        at += len(piece)
-        if at < len(text) and text[at] != _COMMA:
-            return -1
-        at += 1
-    return at
 
 
 def cut(pieces: Sequence[bytes], chars: int) -> list[bytes]:
