@@ -69,10 +69,11 @@ async def test_printed_chain_stores_only_what_each_call_adds(session: Session) -
     assert (third.prompt_len, third.id_base) == (10, second)
 
 
-async def test_prompt_whose_reply_was_rendered_otherwise_keeps_the_prompt_before_it(session: Session) -> None:
+async def test_prompt_whose_reply_was_rendered_otherwise_keeps_what_both_begin_with(session: Session) -> None:
     await session.call(b"1,2,3", [10, 99])
     second = await session.call(b"1,2,3,10,7,99,4", [11])
-    assert (second.keep, second.context_ids.tolist()) == (3, [10, 7, 99, 4])
+    assert (second.keep, second.context_ids.tolist()) == (4, [7, 99, 4])
+    assert second.prompt_ids.tolist() == [1, 2, 3, 10, 7, 99, 4]
 
 
 async def test_prompt_that_leaves_the_chain_in_its_middle_is_read_in_full_and_extended_again(session: Session) -> None:

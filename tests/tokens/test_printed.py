@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polynya.tokens.printed import cut, is_canonical, offset_of, print_ids, printed, read_ids
+from polynya.tokens.printed import is_canonical, offset_of, print_ids, printed, read_ids
 
 ids = st.lists(st.integers(0, 2**31 - 1), max_size=12)
 
@@ -44,28 +44,47 @@ def test_an_id_beyond_32_bits_makes_all_unusable() -> None:
     assert read_ids(b"1,4294967296") is None
 
 
-@given(st.lists(st.lists(st.integers(0, 300), min_size=1, max_size=4), max_size=4), st.lists(st.integers(0, 300)))
-def test_text_goes_on_behind_pieces_exactly_when_the_ids_do(pieces: list[list[int]], values: list[int]) -> None:
-    head = [value for piece in pieces for value in piece]
-    for whole in (head + values, values):
-        at = printed(text_of(whole)).after([text_of(piece) for piece in pieces])
-        begins = whole[: len(head)] == head
-        assert (at >= 0) is begins
+@given(ids.filter(bool), ids, st.integers(0, 3))
+def test_text_goes_on_behind_a_piece_exactly_when_the_ids_do(piece: list[int], rest: list[int], drop: int) -> None:
+    head = [7, 77]
+    at = len(b"7,77,")
+    for whole in (head + piece + rest, head + piece[drop:] + rest):
+        found = printed(text_of(whole)).after(text_of(piece), at)
+        begins = whole[2 : 2 + len(piece)] == piece
+        assert (found >= 0) is begins
         if begins:
-            rest = read_ids(text_of(whole)[at:])
-            assert rest is not None and rest.tolist() == whole[len(head) :]
+            after = read_ids(printed(text_of(whole)).rest(found))
+            assert after is not None and after.tolist() == whole[2 + len(piece) :]
+
+
+few = st.lists(st.sampled_from([0, 1, 11, 111, 12]), max_size=5)
+
+
+@given(few, few)
+def test_shared_characters_are_those_of_the_ids_that_both_begin_with(whole: list[int], piece: list[int]) -> None:
+    common = 0
+    while common < min(len(whole), len(piece)) and whole[common] == piece[common]:
+        common += 1
+    chars = printed(text_of(whole)).shared(text_of(piece), 0)
+    found = read_ids(text_of(piece)[:chars])
+    # a piece that is whole in the text is asked for with ``after``
+    assert common == len(piece) or (found is not None and found.tolist() == piece[:common])
 
 
 def test_an_id_that_only_begins_alike_is_another_id() -> None:
-    assert printed(b"12,34").after([b"1"]) == -1
-    assert printed(b"12,34").after([b"12,3"]) == -1
-    assert printed(b"12,34").after([b"12", b"34"]) == len(b"12,34") + 1
+    assert printed(b"12,34").after(b"1", 0) == -1
+    assert printed(b"12,34").after(b"12,3", 0) == -1
+    assert printed(b"12,34").after(b"12,34", 0) == len(b"12,34") + 1
+    assert printed(b"12,34").shared(b"12,35", 0) == len(b"12")
 
 
-@given(st.lists(st.lists(st.integers(0, 300), min_size=1, max_size=4), min_size=1, max_size=4), st.data())
-def test_cut_pieces_are_the_first_ids(pieces: list[list[int]], data: st.DataObject) -> None:
-    whole = [value for piece in pieces for value in piece]
-    keep = data.draw(st.integers(0, len(whole)))
-    at = offset_of(text_of(whole), keep)
-    found = cut([text_of(piece) for piece in pieces], at - 1)
-    assert b",".join(found) == text_of(whole[:keep])
+def test_a_text_that_ends_with_an_id_of_the_piece_shares_it() -> None:
+    assert printed(b"5,12").shared(b"12,3", len(b"5,")) == len(b"12")
+    assert printed(b"5,1").shared(b"12,3", len(b"5,")) == 0
+
+
+@given(ids, st.data())
+def test_offset_is_where_the_id_begins(values: list[int], data: st.DataObject) -> None:
+    index = data.draw(st.integers(0, len(values)))
+    rest = read_ids(text_of(values)[offset_of(text_of(values), index) :])
+    assert rest is not None and rest.tolist() == values[index:]

@@ -13,7 +13,7 @@ import msgspec
 
 from polynya.capture.calls import StoredCall
 from polynya.schema import Int32Array
-from polynya.tokens.printed import PrintedIds, cut, is_canonical, offset_of, read_ids
+from polynya.tokens.printed import PrintedIds, is_canonical, offset_of, read_ids
 from polynya.tokens.validate import common_prefix
 
 
@@ -56,19 +56,45 @@ class Match(msgspec.Struct, frozen=True):
 
 
 def longest_match(prompt: PrintedIds, leaves: Sequence[Leaf]) -> Match | None:
-    """The leaf that ``prompt`` extends, or whose prompt at least. Leaves: the latest first."""
+    """The leaf that shares most leading ids with ``prompt``; None when none shares any. Leaves: the latest first."""
     best: Match | None = None
     for leaf in leaves:
-        at = prompt.after(leaf.pieces) if leaf.pieces else -1
-        if at < 0:
-            continue
-        keep, held = leaf.call.prompt_len, leaf.pieces
-        further = prompt.after([leaf.sampled_text], at) if leaf.sampled_text else -1
-        if further >= 0:
-            return Match(leaf, keep + len(leaf.call.sampled_ids), further, [*held, leaf.sampled_text])
-        if best is None or keep > best.keep:
-            best = Match(leaf, keep, at, held)
+        found = _match(prompt, leaf)
+        if found is not None and (best is None or found.keep > best.keep):
+            best = found
+            if found.keep == leaf.call.prompt_len + len(leaf.call.sampled_ids):
+                break
     return best
+
+
+def _match(prompt: PrintedIds, leaf: Leaf) -> Match | None:
+    at = 0
+    for i, piece in enumerate(leaf.pieces):
+        further = prompt.after(piece, at)
+        if further < 0:
+            return _match_within(prompt, leaf, i, at)
+        at = further
+    if not leaf.pieces:
+        return None
+    keep = leaf.call.prompt_len
+    if leaf.sampled_text and (further := prompt.after(leaf.sampled_text, at)) >= 0:
+        return Match(leaf, keep + len(leaf.call.sampled_ids), further, [*leaf.pieces, leaf.sampled_text])
+    chars = prompt.shared(leaf.sampled_text, at)
+    return _ending_within(leaf, keep, at, leaf.pieces, leaf.sampled_text, chars)
+
+
+def _match_within(prompt: PrintedIds, leaf: Leaf, i: int, at: int) -> Match | None:
+    """The prompt goes other ways within the ``i``-th piece, which stands at ``at``."""
+    keep = sum(piece.count(b",") + 1 for piece in leaf.pieces[:i])
+    piece = leaf.pieces[i]
+    found = _ending_within(leaf, keep, at, leaf.pieces[:i], piece, prompt.shared(piece, at))
+    return found if found.keep else None
+
+
+def _ending_within(leaf: Leaf, keep: int, at: int, held: list[bytes], piece: bytes, chars: int) -> Match:
+    if not chars:
+        return Match(leaf, keep, at, held)
+    return Match(leaf, keep + piece.count(b",", 0, chars) + 1, at + chars + 1, [*held, piece[:chars]])
 
 
 def place(prompt: Int32Array | PrintedIds, leaves: Sequence[Leaf], match: Match | None = None) -> Placed | None:
@@ -90,25 +116,26 @@ def _read_rest(rest: bytes, match: Match) -> Placed | None:
     printed = is_canonical(rest)
     pieces = [*match.held, rest] if rest else match.held
     return Placed(
-        base=match.leaf.call, keep=match.keep, context=context, context_text=rest if printed else None,
+        base=match.leaf.call,
+        keep=match.keep,
+        context=context,
+        context_text=rest if printed else None,
         pieces=pieces if printed else [],
-    )  # fmt: skip
+    )
 
 
 def _read_whole(text: bytes, leaves: Sequence[Leaf]) -> Placed | None:
+    """No leaf is printed and shares anything."""
     ids = read_ids(text)
     if ids is None:
         return None
-    base, keep = best_base(ids, leaves)
+    base, keep = best_base(ids, [leaf for leaf in leaves if not leaf.pieces])
     if not is_canonical(text):
         return Placed(base=base, keep=keep, context=ids[keep:])
     at = offset_of(text, keep)
     rest = text[at:]
-    held = next(([*leaf.pieces, leaf.sampled_text] for leaf in leaves if leaf.call is base and leaf.pieces), [])
-    kept = cut(held or [text], at - 1)
-    return Placed(
-        base=base, keep=keep, context=ids[keep:].copy(), context_text=rest, pieces=[*kept, rest] if rest else kept
-    )
+    pieces = [piece for piece in (text[: max(0, at - 1)], rest) if piece]
+    return Placed(base=base, keep=keep, context=ids[keep:].copy(), context_text=rest, pieces=pieces)
 
 
 def best_base(prompt: Int32Array, leaves: Sequence[Leaf]) -> tuple[StoredCall | None, int]:

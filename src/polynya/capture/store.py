@@ -234,7 +234,7 @@ class CaptureStore:
         record = CallDelivered(
             session_id=capture.session_id, attempt=capture.attempt, call_id=call.call_id, at=self._clock()
         )
-        self._journal.append(record, durable=False).add_done_callback(_retrieve)
+        self._journal.note(record)
 
     async def seal(self, capture: SessionCapture) -> None:
         """No more calls. Returns when everything of the attempt is durable. The store holds nothing of it any more."""
@@ -303,8 +303,3 @@ def _bytes(values: Int32Array | Float32Array | None, dtype: str) -> bytes:
 def _enter(capture: SessionCapture, call: StoredCall, messages: list[bytes], written: asyncio.Future[None]) -> None:
     if written.exception() is None:
         capture.enter(call, messages)
-
-
-def _retrieve(future: asyncio.Future[None]) -> None:
-    if not future.cancelled():
-        future.exception()

@@ -68,6 +68,12 @@ class _Tool(msgspec.Struct):
     input_schema: msgspec.Raw = msgspec.Raw(b"{}")
 
 
+class _Tools(msgspec.Struct):
+    specs: list[ToolSpec]
+    raw: msgspec.Raw | None
+    dropped: list[str]
+
+
 class _ToolChoice(msgspec.Struct):
     type: str = "auto"
     name: str = ""
@@ -79,7 +85,7 @@ class _Request(msgspec.Struct):
     messages: msgspec.Raw
     max_tokens: int | None = None
     system: str | list[_Block] | None = None
-    tools: list[_Tool] | None = None
+    tools: msgspec.Raw = msgspec.Raw(b"null")
     tool_choice: _ToolChoice | None = None
     stop_sequences: list[str] | None = None
     temperature: float | None = None
@@ -90,6 +96,7 @@ class _Request(msgspec.Struct):
 
 _KNOWN = {field.name for field in msgspec.structs.fields(_Request)}
 _request = msgspec.json.Decoder(_Request)
+_tool_list = msgspec.json.Decoder(list[_Tool] | None)
 _message = msgspec.json.Decoder(_Message)
 _block = msgspec.json.Decoder(_Block)
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -107,20 +114,17 @@ class AnthropicMessages:
             raise BadRequest(f"max_tokens: {wire.max_tokens} is below 1", field="max_tokens")
         leftovers: dict[str, Any] = {key: value for key, value in _object.decode(text).items() if key not in _KNOWN}
         system = _system(wire.system, leftovers)
-        tools = [tool for tool in wire.tools or [] if tool.type in (None, "custom")]
-        if dropped := [tool.type for tool in wire.tools or [] if tool.type not in (None, "custom")]:
-            leftovers["dropped_tools"] = dropped
-        specs = [
-            ToolSpec(name=tool.name, description=tool.description or "", parameters=_copied(tool.input_schema))
-            for tool in tools
-        ]
+        raw_tools = bytes(wire.tools)
+        tools = history.made_from("tools", raw_tools, lambda: _tools(raw_tools)) if history else _tools(raw_tools)
+        if tools.dropped:
+            leftovers["dropped_tools"] = tools.dropped
         choice = wire.tool_choice
         return ChatRequest(
             dialect=self.name,
             model=wire.model,
             messages=_merged([*system, *(message for group in messages for message in group)]),
-            tools=specs,
-            tools_raw=function_tools(specs),
+            tools=tools.specs,
+            tools_raw=tools.raw,
             tool_choice=_choice(choice),
             parallel_tool_calls=False if choice and choice.disable_parallel_tool_use else None,
             sampling=bounded(
@@ -183,6 +187,17 @@ def _system(system: str | list[_Block] | None, leftovers: dict[str, Any]) -> lis
         leftovers["volatile_system"] = volatile
     text = "\n".join(text for text in texts if text and not text.startswith(_VOLATILE))
     return [chat_message("system", text=text)] if text else []
+
+
+def _tools(raw: bytes) -> _Tools:
+    given: list[_Tool] = decode_as(_tool_list, raw, "tools") or []
+    specs = [
+        ToolSpec(name=tool.name, description=tool.description or "", parameters=_copied(tool.input_schema))
+        for tool in given
+        if tool.type in (None, "custom")
+    ]
+    dropped = [tool.type for tool in given if tool.type is not None and tool.type != "custom"]
+    return _Tools(specs, function_tools(specs), dropped)
 
 
 def _list_of(wire: _Request) -> tuple[str, msgspec.Raw]:

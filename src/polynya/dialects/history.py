@@ -9,7 +9,7 @@ one inside another field): then the body is parsed in full.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -25,6 +25,7 @@ _SPACE = b" \t\r\n"
 _COMMA, _END = ord(","), ord("]")
 
 T = TypeVar("T")
+V = TypeVar("V")
 
 
 class _Checkpoint(msgspec.Struct, frozen=True, gc=False):
@@ -66,6 +67,15 @@ class History(Generic[T]):
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._runs: list[_Run[T]] = []
+        self._made: dict[str, tuple[bytes, Any]] = {}
+
+    def made_from(self, name: str, raw: bytes, make: Callable[[], V]) -> V:
+        """What ``make`` gave for this field the last time, when its bytes were the same then; else what it gives now."""
+        held = self._made.get(name)
+        if held is None or held[0] != raw:
+            held = self._made[name] = (raw, make())
+        made: V = held[1]
+        return made
 
     @property
     def chars(self) -> int:

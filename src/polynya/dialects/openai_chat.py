@@ -50,7 +50,7 @@ class _StreamOptions(msgspec.Struct):
 class _WireRequest(msgspec.Struct):
     model: str
     messages: msgspec.Raw
-    tools: list[msgspec.Raw] | None = None
+    tools: msgspec.Raw = _NULL
     tool_choice: msgspec.Raw = _NULL
     response_format: msgspec.Raw = _NULL
     parallel_tool_calls: bool | None = None
@@ -79,6 +79,7 @@ _request = msgspec.json.Decoder(_WireRequest)
 _message = msgspec.json.Decoder(WireMessage)
 _part = msgspec.json.Decoder(WirePart)
 _tool = msgspec.json.Decoder(_WireTool)
+_tool_list = msgspec.json.Decoder(list[msgspec.Raw] | None)
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 _ROLES: dict[str, Role] = {
@@ -106,12 +107,14 @@ class OpenAIChat:
         max_tokens = wire.max_completion_tokens if wire.max_completion_tokens is not None else wire.max_tokens
         if max_tokens is not None and max_tokens < 1:
             raise BadRequest(f"max_tokens: {max_tokens} is below 1", field="max_tokens")
+        raw_tools = bytes(wire.tools)
+        tools = history.made_from("tools", raw_tools, lambda: _tools(raw_tools)) if history else _tools(raw_tools)
         return ChatRequest(
             dialect=self.name,
             model=wire.model,
             messages=messages,
-            tools=_parse_tools(wire.tools or []),
-            tools_raw=msgspec.Raw(encode(wire.tools)) if wire.tools else None,
+            tools=tools,
+            tools_raw=msgspec.Raw(raw_tools) if tools else None,
             tool_choice=_given(wire.tool_choice),
             response_format=_given(wire.response_format),
             parallel_tool_calls=wire.parallel_tool_calls,
@@ -230,9 +233,9 @@ def _with_role(raw: msgspec.Raw, role: Role) -> bytes:
     return encode(fields | {"role": role})
 
 
-def _parse_tools(tools: list[msgspec.Raw]) -> list[ToolSpec]:
+def _tools(listed: bytes) -> list[ToolSpec]:
     specs = []
-    for i, raw in enumerate(tools):
+    for i, raw in enumerate(decode_as(_tool_list, listed, "tools") or []):
         tool: _WireTool = decode_as(_tool, raw, f"tools[{i}]")
         if tool.type != "function" or tool.function is None:
             raise BadRequest(f"tools[{i}].type: {tool.type!r} is not served; use 'function'", field=f"tools[{i}].type")

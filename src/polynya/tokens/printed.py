@@ -7,7 +7,6 @@ the other way round. Refuses what is no list of integers; never skips or guesses
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -31,21 +30,27 @@ class PrintedIds(msgspec.Struct, frozen=True):
     def text(self) -> bytes:
         return self.body[self.start : self.end]
 
-    def after(self, pieces: Iterable[bytes], at: int = 0) -> int:
-        """Where the text goes on behind ``pieces``, each ended by a comma or by the end; -1 when it holds other ids.
+    def after(self, piece: bytes, at: int) -> int:
+        """Where the text goes on behind ``piece`` and a comma, when that stands at ``at``; -1 when other ids do.
 
         The length of the text plus one when nothing follows.
         """
-        body, end = self.body, self.end
-        at += self.start
-        for piece in pieces:
-            if not body.startswith(piece, at, end):
-                return -1
-            at += len(piece)
-            if at < end and body[at] != _COMMA:
-                return -1
-            at += 1
-        return at - self.start
+        end = self.start + at + len(piece)
+        if not self.body.startswith(piece, self.start + at, self.end):
+            return -1
+        return -1 if end < self.end and self.body[end] != _COMMA else at + len(piece) + 1
+
+    def shared(self, piece: bytes, at: int) -> int:
+        """Characters of the ids that ``piece`` and the text at ``at`` begin with, both whole; without the comma after them."""
+        here = np.frombuffer(
+            self.body, np.uint8, max(0, min(len(piece), len(self) - at)), min(self.start + at, self.end)
+        )
+        there = np.frombuffer(piece, np.uint8, here.size)
+        differs = here != there
+        same = int(differs.argmax()) if differs.any() else here.size
+        if same == len(self) - at and same < len(piece) and piece[same] == _COMMA:
+            return same
+        return max(0, piece.rfind(b",", 0, same))
 
     def rest(self, at: int) -> bytes:
         return self.body[self.start + at : self.end]
@@ -100,17 +105,6 @@ def is_canonical(text: bytes) -> bool:
     if text.translate(None, b"0123456789,"):
         return False
     return (b",0" not in text and not text.startswith(b"0")) or _LEADING_ZERO.search(text) is None
-
-
-def cut(pieces: Sequence[bytes], chars: int) -> list[bytes]:
-    """The first ``chars`` characters of the pieces joined by commas, in pieces again."""
-    found: list[bytes] = []
-    for piece in pieces:
-        if chars <= 0:
-            break
-        found.append(piece if len(piece) <= chars else piece[:chars])
-        chars -= len(piece) + 1
-    return found
 
 
 def offset_of(text: bytes, index: int) -> int:
