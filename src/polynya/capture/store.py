@@ -78,8 +78,8 @@ class SessionCapture:
         self.sealed = False
         self.late_writes = 0
         self._leaves: OrderedDict[str, Leaf] = OrderedDict()
-        self._recent: deque[tuple[StoredCall, list[bytes]]] = deque(maxlen=_LEAVES)
-        """Calls begun last and their messages, for the next delta."""
+        self._recent: deque[tuple[StoredCall, CallStart]] = deque(maxlen=_LEAVES)
+        """Calls begun last and what they began with, for the next delta."""
 
     @property
     def calls(self) -> list[StoredCall]:
@@ -101,19 +101,19 @@ class SessionCapture:
         while len(self._leaves) > _LEAVES:
             self._leaves.popitem(last=False)
 
-    def enter(self, call: StoredCall, messages: list[bytes]) -> None:
+    def enter(self, call: StoredCall, start: CallStart) -> None:
         """Its intent is written."""
         self.begun[call.call_id] = call
-        self._recent.appendleft((call, messages))
+        self._recent.appendleft((call, start))
 
-    def message_base(self, messages: list[bytes]) -> tuple[StoredCall | None, int]:
-        """The recent call that shares most leading messages."""
-        best: tuple[StoredCall | None, int] = (None, 0)
+    def base_of(self, start: CallStart) -> tuple[StoredCall | None, int, bool]:
+        """The recent call that shares most leading messages, how many these are, and whether its tools are the same."""
+        best: tuple[StoredCall | None, int, bool] = (None, 0, False)
         for call, theirs in self._recent:
-            shared = shared_messages(messages, theirs)
+            shared = shared_messages(start.messages, theirs.messages)
             if shared > best[1]:
-                best = (call, shared)
-            if shared == len(theirs):
+                best = (call, shared, start.tools == theirs.tools)
+            if shared == len(theirs.messages):
                 break
         return best
 
@@ -150,8 +150,7 @@ class CaptureStore:
             raise CaptureError(f"session {capture.session_id} is sealed", fix="its key is revoked")
         index = capture.next_index
         capture.next_index += 1
-        base, keep = capture.message_base(start.messages)
-        same_tools = base is not None and base.tools == start.tools
+        base, keep, same_tools = capture.base_of(start)
         intent = CallIntent(
             session_id=capture.session_id,
             attempt=capture.attempt,
@@ -175,9 +174,9 @@ class CaptureStore:
             await asyncio.shield(written)
         except asyncio.CancelledError:
             # The record may be written all the same: then the call was begun, for us as for whoever reads the journal.
-            written.add_done_callback(lambda done: _enter(capture, call, start.messages, done))
+            written.add_done_callback(lambda done: _enter(capture, call, start, done))
             raise
-        capture.enter(call, start.messages)
+        capture.enter(call, start)
         return call
 
     async def finish(self, capture: SessionCapture, call: StoredCall, end: CallEnd) -> None:
@@ -300,6 +299,6 @@ def _bytes(values: Int32Array | Float32Array | None, dtype: str) -> bytes:
     return b"" if values is None else np.ascontiguousarray(values, dtype=dtype).tobytes()
 
 
-def _enter(capture: SessionCapture, call: StoredCall, messages: list[bytes], written: asyncio.Future[None]) -> None:
+def _enter(capture: SessionCapture, call: StoredCall, start: CallStart, written: asyncio.Future[None]) -> None:
     if written.exception() is None:
-        capture.enter(call, messages)
+        capture.enter(call, start)

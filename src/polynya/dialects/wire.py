@@ -23,6 +23,7 @@ V = TypeVar("V")
 _ESCAPE = re.compile(
     rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL
 )
+_SHORT = 4096
 _BACKSLASH_U = 0x755C
 _D = ord("d")
 DELTA_CHARS = 256
@@ -47,8 +48,8 @@ def readable(body: bytes) -> bytes:
 
 def _escapes_surrogates(body: bytes) -> bool:
     r"""Whether ``\ud`` or ``\uD`` is in it. (A search for so short a text goes byte by byte; numpy's is ten times faster.)"""
-    if len(body) < len(b"\\ud"):
-        return False
+    if len(body) < _SHORT:
+        return b"\\ud" in body or b"\\uD" in body
     octets = np.frombuffer(body, dtype=np.uint8)
     for offset in (0, 1):
         pairs = np.frombuffer(body, dtype="<u2", offset=offset, count=max(0, len(body) - offset) // 2)

@@ -262,10 +262,9 @@ def _named_ids(body: bytes, what: str) -> Int32Array | None:
 
 
 def _logprobs(choice: _Choice) -> Float32Array | None:
+    """NaN for a null."""
     if choice.logprobs is not None and choice.logprobs.content is not None:
-        values = [entry.logprob for entry in choice.logprobs.content]
-    elif choice.meta_info is not None and choice.meta_info.output_token_logprobs is not None:
-        values = [entry[0] for entry in choice.meta_info.output_token_logprobs]
-    else:
-        return None
-    return np.array([np.nan if value is None else value for value in values], dtype=np.float32)
+        return np.array([entry.logprob for entry in choice.logprobs.content], dtype=np.float32)
+    if choice.meta_info is not None and choice.meta_info.output_token_logprobs is not None:
+        return np.array([entry[0] for entry in choice.meta_info.output_token_logprobs], dtype=np.float32)
+    return None

@@ -14,7 +14,6 @@ import numpy as np
 
 from polynya.schema import Int32Array
 
-_INT32_MAX = 2**31 - 1
 _COMMA = ord(",")
 _LEADING_ZERO = re.compile(rb"(?:^|,)0[0-9]")
 
@@ -68,20 +67,19 @@ def read_ids(text: bytes) -> Int32Array | None:
 
     Raises ValueError when it is no list of integers.
     """
-    stripped = text.strip()
-    if not stripped:
+    if not text or text.isspace():
         return np.empty(0, dtype=np.int32)
-    readable = not stripped.translate(None, b"0123456789,- \n\r\t")
-    ids = _numbers(stripped) if readable else None
-    if ids is None or ids.size != stripped.count(b",") + 1:
-        raise ValueError(f"no list of integers: it starts with {stripped[:60]!r}")
+    readable = not text.translate(None, b"0123456789,- \n\r\t")
+    ids = _numbers(text) if readable else None
+    if ids is None or ids.size != text.count(b",") + 1:
+        raise ValueError(f"no list of integers: it starts with {text.strip()[:60]!r}")
     return narrowed(ids)
 
 
 def narrowed(ids: np.ndarray[Any, np.dtype[np.int64]]) -> Int32Array | None:
-    if ids.size and (int(ids.max()) > _INT32_MAX or int(ids.min()) < -_INT32_MAX):
-        return None
-    return ids.astype(np.int32)
+    """The same in 32 bits, or None when they do not fit."""
+    found = ids.astype(np.int32)
+    return found if np.array_equal(found, ids) else None
 
 
 def _numbers(text: bytes) -> np.ndarray[Any, np.dtype[np.int64]] | None:
