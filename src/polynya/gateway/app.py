@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -200,9 +201,10 @@ def _as_array(exchange: Exchange, request: ChatRequest) -> bool:
     return request.stream and request.dialect == "google_generate" and exchange.query("alt") != "sse"
 
 
-async def _first(run: CallRun, gone: asyncio.Task[None], timeout: float | None) -> bool:
+async def _first(run: CallRun, gone: asyncio.Future[None], timeout: float | None) -> bool:
     """Wait until the call is done (True), the client is gone, or the time is over (False)."""
-    await asyncio.wait([run.task, gone], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    ends: list[asyncio.Future[Any]] = [run.task, gone]
+    await asyncio.wait(ends, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
     return run.task.done()
 
 

@@ -16,6 +16,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 DIRECT_BYTES = 64 * 1024 * 1024
 """Pages of a buffer cost memory only when they are written, so a client that lies about its length gains nothing."""
+GONE = "polynya.gone"
+"""Extension of the ASGI scope: a future that is done when the connection is lost."""
 _SCRATCH = 64 * 1024
 _SMALL = 16 * 1024
 """Bodies up to this come whole in one read; nothing is gained."""
@@ -26,6 +28,18 @@ class _Http(HttpToolsProtocol):
 
     whole: bytearray | None = None
     at = 0
+    gone: asyncio.Future[None] | None = None
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if self.gone is None:
+            self.gone = self.loop.create_future()
+        cast("dict[str, Any]", self.scope)["extensions"] = {GONE: self.gone}
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self.gone is not None and not self.gone.done():
+            self.gone.set_result(None)
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
