@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -230,8 +231,14 @@ def own_and_die(args: list[str]) -> None:
     assert owner.stdout is not None
     with owner.stdout:
         assert owner.stdout.readline() == b"up\n"
+        threads = Path(f"/proc/{owner.pid}/task").iterdir()
+        handles = [os.pidfd_open(int(pid)) for thread in threads for pid in (thread / "children").read_text().split()]
         owner.send_signal(signal.SIGKILL)
         owner.wait()
+    assert len(handles) == 1  # The fork server, and it goes by itself.
+    for handle in handles:
+        assert select.select([handle], [], [], 30)[0]
+        os.close(handle)
 
 
 def running(*argv: str) -> list[int]:

@@ -117,3 +117,19 @@ def test_a_tree_deeper_than_the_recursion_limit_is_refused_or_copied_but_never_a
     finally:  # Left behind, it would break pytest's own removal of old folders.
         remove_tree(src, dst)
     assert not src.exists()
+
+
+def test_a_tree_is_removed_with_all_kinds_of_files_and_nothing_that_its_links_name(tmp_path: Path) -> None:
+    outside, tree = tmp_path / "outside", tmp_path / "tree"
+    (outside / "kept").mkdir(parents=True)
+    (tree / "a" / "b" / "c").mkdir(parents=True)
+    (tree / "b").mkdir()
+    (tree / "a" / "link").symlink_to(outside)
+    os.mkfifo(tree / "a" / "b" / "fifo")
+    (tree / "a" / "b" / "c").chmod(0)
+    (tree / "a" / "b").chmod(0o500)
+    link = tmp_path / "link"
+    link.symlink_to(outside)
+    remove_tree(tree, link, tmp_path / "never was")
+    assert [path.name for path in tmp_path.iterdir()] == ["outside"]
+    assert (outside / "kept").is_dir()

@@ -7,6 +7,7 @@ of the call. It refuses to reuse a folder that already holds files: a workspace 
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from polynya.runtimes.base import ExecResult
 from polynya.runtimes.files import remove_tree
 from polynya.runtimes.limits import Limits
 from polynya.runtimes.programs import Programs
+from polynya.runtimes.spawner import Spawner, lost
 
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 PLAIN = {"LANG": "C.UTF-8", "TERM": "dumb", "USER": "agent", "LOGNAME": "agent", "SHELL": "/bin/sh"}
@@ -27,6 +29,7 @@ class Sandbox:
         self,
         *,
         label: str,
+        spawner: Spawner,
         workdir: str,
         home: str,
         workspace: Path,
@@ -37,6 +40,8 @@ class Sandbox:
         folders: Sequence[Path],
     ) -> None:
         self.label = label
+        self.spawner = spawner
+        """Starts its programs. It is held from before the sandbox began until it has ended."""
         self.workdir = workdir
         self.home = home
         self.workspace = workspace
@@ -62,8 +67,10 @@ class Sandbox:
         stderr: Path | None = None,
         max_output: int = 1 << 20,
     ) -> ExecResult:
+        if self._lost():
+            raise lost()
         place = cwd or self.workdir
-        return await self._programs.run(
+        result = await self._programs.run(
             argv,
             cwd=place,
             env={**self._env, "PWD": place, **(env or {})},
@@ -73,6 +80,13 @@ class Sandbox:
             stderr=stderr,
             max_output=max_output,
         )
+        if result.exit_code == -signal.SIGKILL and self._lost():
+            raise lost()
+        return result
+
+    def _lost(self) -> bool:
+        """Did the whole sandbox die with the fork server?"""
+        return False
 
     async def kill_all(self) -> None:
         await self._programs.kill_all()
@@ -85,9 +99,12 @@ class Sandbox:
 
     async def _end(self) -> None:
         self._programs.close()
-        await self._stop()
-        await asyncio.to_thread(self._limits.remove)
-        await asyncio.to_thread(remove_tree, *self._folders)
+        try:
+            await self._stop()
+            await asyncio.to_thread(self._limits.remove)
+            await asyncio.to_thread(remove_tree, *self._folders)
+        finally:
+            await self.spawner.release()
 
     async def _stop(self) -> None:
         """Kill everything that belongs to the sandbox."""

@@ -1,6 +1,6 @@
-"""Runs one program, owns everything that it starts, and is able to kill all of it. A script of its own, standard library only.
+"""Runs one program, owns everything that it starts, and is able to kill all of it. Standard library only.
 
-Started as ``python -I -S _supervisor.py FD``; FD is a stream socket to polynya. Two processes come of it:
+Forked by ``_forkserver.py``, which calls ``main`` with a stream socket to polynya. Two processes come of it:
 
 * the **outer** one reads the configuration, keeps the program's output within its cap, watches the clock, and answers.
   It never runs foreign code. When its socket ends (polynya is gone) it orders the kill;
@@ -23,7 +23,6 @@ import select
 import signal
 import socket
 import struct
-import sys
 import time
 import traceback
 from collections import deque
@@ -36,8 +35,12 @@ TAIL = 64 * 1024
 PIPE_MAX = 1 << 20
 """More than this cannot wait in a pipe: what a dead program wrote is read within this bound."""
 
-INNER_NAME = b"polynya-inner"
-"""What the kernel calls the inner process, so that a sweep lets it do its work."""
+PROGRAM_NICENESS = 10
+"""Of each program's session. There may be a hundred of them, against the one session of polynya, whose gateway they wait for;
+but beside an engine that fills the machine they, too, must get on."""
+
+FORK_NAME, OUTER_NAME, INNER_NAME = b"polynya-fork", b"polynya-outer", b"polynya-inner"
+"""What the kernel calls these processes, so that a sweep lets a fork server end and an inner process do its work."""
 
 PR_SET_DUMPABLE, PR_SET_NAME, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER = 4, 15, 24, 36
 PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL = 38, 47, 4
@@ -55,6 +58,20 @@ def check(result: int, what: str) -> None:
 def prctl(option: int, *args: int) -> int:
     padded = [ctypes.c_ulong(arg) for arg in (*args, 0, 0, 0, 0)][:4]
     return int(libc.prctl(option, *padded))
+
+
+def name_process(name: bytes) -> None:
+    libc.prctl(PR_SET_NAME, ctypes.c_char_p(name))
+
+
+def lower_priority(niceness: int) -> None:
+    """Where the scheduler shares out the CPU by session (autogroup), ``nice`` alone would change nothing between sessions."""
+    with contextlib.suppress(OSError):  # Not there, or, without privilege, more than ten times a second.
+        fd = os.open("/proc/self/autogroup", os.O_WRONLY)
+        try:
+            os.write(fd, b"%d" % niceness)
+        finally:
+            os.close(fd)
 
 
 def drop_privileges() -> None:
@@ -150,6 +167,7 @@ def launch(config: dict[str, Any], stdio: list[int], groups: list[int]) -> NoRet
         for fd in groups:
             os.write(fd, b"0")
         os.setsid()
+        lower_priority(PROGRAM_NICENESS)
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
@@ -172,8 +190,7 @@ def launch(config: dict[str, Any], stdio: list[int], groups: list[int]) -> NoRet
 
 def inner(config: dict[str, Any], stdio: list[int], groups: list[int], orders: int, answers: int) -> NoReturn:
     """Start the program, reap whatever is orphaned below it, obey the one order. Ends when no child is left."""
-    libc.prctl(PR_SET_NAME, ctypes.c_char_p(INNER_NAME))
-    os.setsid()
+    os.setpgid(0, 0)
     check(prctl(PR_SET_CHILD_SUBREAPER, 1), "PR_SET_CHILD_SUBREAPER")
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -197,7 +214,9 @@ def inner(config: dict[str, Any], stdio: list[int], groups: list[int], orders: i
         try:
             while (done := os.waitpid(-1, os.WNOHANG))[0]:
                 if done[0] == child:
-                    os.write(answers, b"%d\n" % os.waitstatus_to_exitcode(done[1]))
+                    # With the outer one dead nobody reads it; the tree must be killed all the same.
+                    with contextlib.suppress(BrokenPipeError):
+                        os.write(answers, b"%d\n" % os.waitstatus_to_exitcode(done[1]))
         except ChildProcessError:
             os._exit(0)
         if killing:
@@ -239,8 +258,12 @@ class Outer:
         orders, self.order = os.pipe()
         self.answers, answers = os.pipe()
         enter(config["namespaces"], config["root"])
+        # Named before it is there: a sweep that takes it for another process would kill it, and miss what it starts next.
+        name_process(INNER_NAME)
         self.inner = os.fork()
-        if self.inner == 0:
+        if self.inner:
+            name_process(OUTER_NAME)
+        else:
             # The order pipe must have one writer, or its end would never be seen; the same holds for the rest.
             for fd in (self.order, self.answers, self.control.fileno(), *self.sinks):
                 os.close(fd)
@@ -345,8 +368,9 @@ def listen(control: socket.socket, config: dict[str, Any]) -> None:
         socket.send_fds(control, [b"l"], [server.fileno()])
 
 
-def main() -> None:
-    control = socket.socket(fileno=int(sys.argv[1]))
+def main(fd: int) -> None:
+    """``fd``: the socket. The configuration that comes through it names further descriptors by their numbers here."""
+    control = socket.socket(fileno=fd)
     control.set_inheritable(False)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     try:
@@ -361,7 +385,3 @@ def main() -> None:
         raw = json.dumps({"error": traceback.format_exc()[-4000:]}).encode()
         with contextlib.suppress(OSError):
             control.sendall(struct.pack(">I", len(raw)) + raw)
-
-
-if __name__ == "__main__":
-    main()

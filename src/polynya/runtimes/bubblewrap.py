@@ -14,14 +14,13 @@ import asyncio
 import contextlib
 import json
 import os
-import select
 import shutil
 import signal
 import socket
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from polynya.errors import RuntimeFailure, RuntimeUnavailable
 from polynya.runtimes import limits, marks
@@ -30,6 +29,7 @@ from polynya.runtimes.base import Bind, Check
 from polynya.runtimes.files import remove_tree
 from polynya.runtimes.local import sweep
 from polynya.runtimes.programs import LABEL, Namespaces, Programs
+from polynya.runtimes.spawner import Child, Spawner, readable, settled, written
 from polynya.schema import RuntimeSpec
 
 HOME = "/home/agent"
@@ -71,7 +71,8 @@ def find_bwrap() -> str | None:
 
 
 class BubblewrapRuntime(Sandbox):
-    _process: subprocess.Popen[bytes]
+    _child: Child
+    _life: int
     _first: int
     _namespaces: Namespaces
     _isolated: bool
@@ -79,20 +80,27 @@ class BubblewrapRuntime(Sandbox):
     async def listen(self) -> socket.socket | None:
         return await self._programs.listen() if self._isolated else None
 
+    def _lost(self) -> bool:
+        return self._child.orphaned
+
     async def _stop(self) -> None:
         """Process 1 first: the kernel kills the rest before it lets it go, and bwrap reaps it, so no zombie is left."""
         with contextlib.suppress(OSError):
             signal.pidfd_send_signal(self._first, signal.SIGKILL)
-        await asyncio.to_thread(_await_death, self._first)
+        await _await_death(self._first)
+        await self._child.wait()
+        os.close(self._life)
+        await self._programs.kill_supervised()
         os.close(self._first)
-        await asyncio.to_thread(self._process.wait)
-        _close(self._process)
-        await self._programs.kill_all()
-        self._namespaces.close()
+        # The kernel takes the sandbox's network and mounts apart while the last handle is closed.
+        await asyncio.to_thread(self._namespaces.close)
 
 
 class BubblewrapProvider:
     name = "bubblewrap"
+
+    def __init__(self, spawner: Spawner | None = None) -> None:
+        self.spawner = spawner or Spawner()
 
     async def check(self) -> Check:
         bwrap = find_bwrap()
@@ -132,22 +140,26 @@ class BubblewrapProvider:
                 raise RuntimeFailure(f"bind {bind.source} does not exist", fix="create it, or leave the bind out")
         workspace, home = await asyncio.to_thread(make_folders, root, ["workspace", "home"])
         held = await asyncio.to_thread(limits.apply, spec, label)
+        self.spawner.hold()
         try:
-            process, pid = await _start(bwrap, _arguments(spec, label, workspace, home, binds), label)
-            runtime = self._runtime(spec, label, process, pid, workspace, home, held)
+            started = await _start(self.spawner, bwrap, _arguments(spec, label, workspace, home, binds), label)
+            try:
+                return self._runtime(spec, label, started, workspace, home, held)
+            except OSError as exc:
+                await started.end()
+                raise RuntimeFailure(f"bubblewrap: the sandbox ended at its start: {exc}") from exc
         except BaseException:
+            await self.spawner.release()
             await asyncio.to_thread(marks.kill_labelled, label.__eq__)
             await asyncio.to_thread(held.remove)
             await asyncio.to_thread(remove_tree, workspace, home)
             raise
-        return runtime
 
     def _runtime(
         self,
         spec: RuntimeSpec,
         label: str,
-        process: subprocess.Popen[bytes],
-        pid: int,
+        started: _Started,
         workspace: Path,
         home: Path,
         held: limits.Limits,
@@ -155,31 +167,36 @@ class BubblewrapProvider:
         isolated = spec.network == "gateway-only"
         names = [] if os.geteuid() == 0 else ["user"]
         names += ["ipc", "uts", *(["net"] if isolated else []), "pid", "mnt"]
+        pid = started.first
+        namespaces = Namespaces(pid, names)
         try:
             first = os.pidfd_open(pid)
-            namespaces = Namespaces(pid, names)
-        except OSError as exc:
-            process.kill()
-            process.wait()
-            _close(process)
-            raise RuntimeFailure(f"bubblewrap: the sandbox ended at its start: {exc}") from exc
+        except OSError:
+            namespaces.close()
+            raise
 
         async def kill_orphans(alone: bool) -> None:
-            # The tree of a live supervisor does not hang below process 1.
-            await asyncio.to_thread(marks.kill_below, pid)
+            # The tree of a live supervisor does not hang below process 1. That pid is another's once ours is reaped.
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(first, 0)
+                await asyncio.to_thread(marks.kill_below, pid)
 
         runtime = BubblewrapRuntime(
             label=label,
+            spawner=self.spawner,
             workdir=spec.workdir,
             home=HOME,
             workspace=workspace,
             home_path=home,
             env={"PATH": SYSTEM_PATH, **spec.env},
-            programs=Programs(label, namespaces=namespaces, groups=held.groups, kill_orphans=kill_orphans),
+            programs=Programs(
+                label, self.spawner, namespaces=namespaces, groups=held.groups, kill_orphans=kill_orphans
+            ),
             limits=held,
             folders=[home],
         )
-        runtime._process, runtime._first, runtime._namespaces, runtime._isolated = process, first, namespaces, isolated
+        runtime._child, runtime._life = started.child, started.life
+        runtime._first, runtime._namespaces, runtime._isolated = first, namespaces, isolated
         return runtime
 
     async def sweep(self, label_prefix: str) -> list[str]:
@@ -229,75 +246,84 @@ def _arguments(spec: RuntimeSpec, label: str, workspace: Path, home: Path, binds
     return args
 
 
-async def _start(bwrap: str, args: list[str], label: str) -> tuple[subprocess.Popen[bytes], int]:
-    """Start bwrap and wait until process 1 stands in the finished sandbox. Returns it with the pid of process 1.
+class _Started(NamedTuple):
+    child: Child
+    life: int
+    """The end of the pipe on which the sandbox's life hangs."""
+    first: int
+    """The pid of process 1."""
 
-    Popen stays on this thread: --die-with-parent means the thread that forked.
-    """
-    process, info_reader = _spawn(bwrap, args, label)
-    try:
-        return process, await asyncio.to_thread(_await_ready, process, info_reader)
-    except BaseException:
-        process.kill()
-        _close(process)
-        await asyncio.shield(asyncio.to_thread(process.wait))
-        raise
+    async def end(self) -> None:
+        os.close(self.life)
+        self.child.kill()
+        await settled(self.child.wait())
 
 
-def _close(process: subprocess.Popen[bytes]) -> None:
-    """Let go of the pipe on which the sandbox's life hangs."""
-    if process.stdin is not None:
-        process.stdin.close()
+async def _start(spawner: Spawner, bwrap: str, args: list[str], label: str) -> _Started:
+    """Start bwrap and wait until process 1 stands in the finished sandbox."""
+    with contextlib.ExitStack() as kept, contextlib.ExitStack() as mine:
+        with contextlib.ExitStack() as theirs:
+            stdin, life = _pipe(theirs, kept)
+            ready, stdout = _pipe(mine, theirs)
+            errors, about = _memory(mine, "stderr"), _memory(mine, "info")
+            fds = [stdin, stdout, errors, about]
+            for name, text in GENERATED.items():
+                args = [*args, "--perms", "0644", "--ro-bind-data", str(len(fds)), f"/etc/{name}"]
+                fds.append(_memory(theirs, name, text))
+            command = [bwrap, *args, "--remount-ro", "/", "--info-fd", "3", "--", "/bin/sh", "-c", PAUSE]
+            child = await spawner.program(command, env={LABEL: label}, cwd="/", fds=fds)
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                first = await _await_ready(ready, errors, about)
+        except BaseException as exc:
+            child.kill()
+            await settled(child.wait())
+            if isinstance(exc, TimeoutError):
+                raise RuntimeFailure(
+                    f"bubblewrap: no sandbox within {START_SECONDS:g} s", fix="is the machine overloaded?"
+                ) from exc
+            raise
+        kept.pop_all()
+        return _Started(child, life, first)
 
 
-def _spawn(bwrap: str, args: list[str], label: str) -> tuple[subprocess.Popen[bytes], int]:
-    info_reader, info_writer = os.pipe()
-    files: list[int] = []
-    try:
-        for name, text in GENERATED.items():
-            fd = os.memfd_create(name)
-            os.write(fd, text.encode())
-            os.lseek(fd, 0, os.SEEK_SET)
-            files.append(fd)
-            args = [*args, "--perms", "0644", "--ro-bind-data", str(fd), f"/etc/{name}"]
-        command = [bwrap, *args, "--remount-ro", "/", "--info-fd", str(info_writer), "--", "/bin/sh", "-c", PAUSE]
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            pass_fds=[info_writer, *files],
-            env={LABEL: label},
-            cwd="/",
-            start_new_session=True,
-        )
-    except BaseException:
-        os.close(info_reader)
-        raise
-    finally:
-        for fd in (info_writer, *files):
-            os.close(fd)
-    return process, info_reader
+def _pipe(reader: contextlib.ExitStack, writer: contextlib.ExitStack) -> tuple[int, int]:
+    ends = os.pipe()
+    for stack, fd in zip((reader, writer), ends, strict=True):
+        stack.callback(os.close, fd)
+    return ends
 
 
-def _await_ready(process: subprocess.Popen[bytes], info: int) -> int:
-    assert process.stdout is not None and process.stderr is not None
-    with process.stdout as output, process.stderr as errors, os.fdopen(info, "rb") as about:
-        ready, _, _ = select.select([output], [], [], START_SECONDS)
-        if not ready:
-            raise RuntimeFailure(f"bubblewrap: no sandbox within {START_SECONDS:g} s", fix="is the machine overloaded?")
-        if output.readline() == b"ready\n":
-            return int(json.loads(about.read())["child-pid"])
-        words = errors.read()[-1000:].decode(errors="replace").strip()
+def _memory(stack: contextlib.ExitStack, name: str, text: str = "") -> int:
+    fd = os.memfd_create(name)
+    stack.callback(os.close, fd)
+    os.write(fd, text.encode())
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
+
+
+async def _await_ready(ready: int, errors: int, about: int) -> int:
+    said = b""
+    while not said.endswith(b"\n"):
+        await readable(ready)
+        part = os.read(ready, 64)
+        if not part:
+            break
+        said += part
+    if said == b"ready\n":
+        return int(json.loads(written(about))["child-pid"])
+    words = written(errors)[-1000:].decode(errors="replace").strip()
     if "namespace" in words or "not permitted" in words or "Permission denied" in words:
         raise RuntimeUnavailable(f"bubblewrap cannot make a sandbox here: {words}", fix=NO_NAMESPACES)
     raise RuntimeFailure(f"bubblewrap could not start: {words or 'no reason given'}")
 
 
-def _await_death(pidfd: int) -> None:
+async def _await_death(pidfd: int) -> None:
     # A process 1 is reported dead only after everything in its pid namespace is.
-    ready, _, _ = select.select([pidfd], [], [], START_SECONDS)
-    if not ready:
+    try:
+        async with asyncio.timeout(START_SECONDS):
+            await readable(pidfd)
+    except TimeoutError as exc:
         raise RuntimeFailure(
             f"the sandbox does not die within {START_SECONDS:g} s", fix="look for processes in state D"
-        )
+        ) from exc

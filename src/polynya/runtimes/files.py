@@ -7,9 +7,9 @@ is in their way. Both refuse what could not be meant: absolute paths, ``..``, NU
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import stat
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
@@ -89,26 +89,74 @@ def copy_workspace(src: Path, dst: Path, *, max_bytes: int = MAX_BYTES, max_file
 
 
 def remove_tree(*folders: Path) -> None:
-    """Remove trees that an agent made: any depth, any permission bits.
+    """Remove trees that an agent made: any depth, any permission bits. In this process: no ``rm`` is forked.
 
-    ``rm`` and not shutil: trees deeper than Python's recursion limit, or than PATH_MAX, are a cheap trick.
+    Nothing is left in them to change them meanwhile: their sandboxes are dead.
     """
-    names = [str(folder) for folder in folders if folder.exists() or folder.is_symlink()]
-    if not names or _run("rm", "-rf", "--", *names).returncode == 0:
+    for folder in folders:
+        try:
+            _remove(folder)
+        except FileNotFoundError:
+            continue
+        except OSError as exc:
+            raise RuntimeFailure(f"cannot remove {folder}: {exc}", fix="remove it by hand") from exc
+
+
+def _remove(folder: Path) -> None:
+    if folder.is_symlink() or not folder.is_dir():
+        folder.unlink()
         return
-    _run("chmod", "-R", "u+rwX", "--", *names)
-    again = _run("rm", "-rf", "--", *names)
-    if again.returncode != 0:
-        raise RuntimeFailure(
-            f"cannot remove {', '.join(names)}: {again.stderr[-500:].decode(errors='replace').strip()}",
-            fix="remove it by hand",
-        )
+    top = _unlocked(str(folder), None)
+    try:
+        # Every folder is moved to the top before it is emptied, so depth costs neither recursion, nor path, nor handles.
+        token, pending, count = secrets.token_hex(8), _empty(top), 0
+        while pending:
+            name = pending.pop()
+            here = _unlocked(name, top)
+            try:
+                for below in _empty(here):
+                    count += 1
+                    pending.append(f"{token}{count}")
+                    _hoist(below, here, pending[-1], top)
+            finally:
+                os.close(here)
+            os.rmdir(name, dir_fd=top)
+    finally:
+        os.close(top)
+    folder.rmdir()
 
 
-def _run(*argv: str) -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run(
-        argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=False
-    )
+def _empty(folder: int) -> list[str]:
+    """Remove all but the folders, whose names are returned."""
+    below = []
+    with os.scandir(folder) as entries:
+        for entry in list(entries):
+            if entry.is_dir(follow_symlinks=False):
+                below.append(entry.name)
+            else:
+                os.unlink(entry.name, dir_fd=folder)
+    return below
+
+
+def _unlocked(name: str, parent: int | None) -> int:
+    """Open a folder, as one that can be read and changed."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+    try:
+        folder = os.open(name, flags, dir_fd=parent)
+    except PermissionError:
+        os.chmod(name, 0o700, dir_fd=parent)
+        folder = os.open(name, flags, dir_fd=parent)
+    if os.fstat(folder).st_mode & 0o700 != 0o700:
+        os.fchmod(folder, 0o700)
+    return folder
+
+
+def _hoist(name: str, source: int, target: str, top: int) -> None:
+    try:
+        os.rename(name, target, src_dir_fd=source, dst_dir_fd=top)
+    except PermissionError:
+        os.chmod(name, 0o700, dir_fd=source)
+        os.rename(name, target, src_dir_fd=source, dst_dir_fd=top)
 
 
 class _Budget:

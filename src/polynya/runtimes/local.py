@@ -17,6 +17,7 @@ from polynya.runtimes import limits, marks
 from polynya.runtimes._sandbox import SYSTEM_PATH, Sandbox, make_folders
 from polynya.runtimes.base import Bind, Check
 from polynya.runtimes.programs import Programs
+from polynya.runtimes.spawner import Spawner
 from polynya.schema import RuntimeSpec
 
 
@@ -28,6 +29,9 @@ class LocalRuntime(Sandbox):
 
 class LocalProvider:
     name = "local"
+
+    def __init__(self, spawner: Spawner | None = None) -> None:
+        self.spawner = spawner or Spawner()
 
     async def check(self) -> Check:
         return Check(name=self.name, ok=True, detail="no isolation: programs see this machine's files and network")
@@ -53,14 +57,16 @@ class LocalProvider:
             if alone:
                 await asyncio.to_thread(marks.kill_labelled, label.__eq__)
 
+        self.spawner.hold()
         return LocalRuntime(
             label=label,
+            spawner=self.spawner,
             workdir=str(workspace),
             home=str(home),
             workspace=workspace,
             home_path=home,
             env={"PATH": os.environ.get("PATH", SYSTEM_PATH), "TMPDIR": str(tmp), **spec.env},
-            programs=Programs(label, groups=held.groups, kill_orphans=kill_orphans),
+            programs=Programs(label, self.spawner, groups=held.groups, kill_orphans=kill_orphans),
             limits=held,
             folders=[home, tmp],
         )
@@ -73,5 +79,6 @@ def sweep(label_prefix: str) -> list[str]:
     """Kill what carries a label with this prefix, and remove its control groups. Folders belong to the run."""
     if not label_prefix:
         raise RuntimeFailure("sweep: the label prefix '' would kill every sandbox of this user", fix="name a prefix")
+    marks.await_forks()
     found = marks.kill_labelled(lambda label: label.startswith(label_prefix))
     return sorted({*found.values(), *limits.sweep(label_prefix)})

@@ -11,11 +11,12 @@ import select
 import signal
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
-from polynya.runtimes._supervisor import INNER_NAME
+from polynya.runtimes._supervisor import FORK_NAME, INNER_NAME
 
 KILL_SECONDS = 10.0
+LOOK_SECONDS = 0.2
+"""So long a wait for what should end by itself, before all is looked at again."""
 
 
 def labels() -> dict[int, str]:
@@ -23,9 +24,9 @@ def labels() -> dict[int, str]:
     found = {}
     for pid in _pids():
         with contextlib.suppress(OSError):
-            for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                if entry.startswith(b"POLYNYA_LABEL="):
-                    found[pid] = entry[14:].decode(errors="replace")
+            _, mark, rest = (b"\0" + _read(f"/proc/{pid}/environ")).rpartition(b"\0POLYNYA_LABEL=")
+            if mark:
+                found[pid] = rest.partition(b"\0")[0].decode(errors="replace")
     return found
 
 
@@ -38,11 +39,43 @@ def kill_labelled(matches: Callable[[str], bool]) -> dict[int, str]:
     def find() -> dict[int, str]:
         return {pid: label for pid, label in labels().items() if matches(label)}
 
-    found = find()
-    inner = [pid for pid, parent in _parents() if (pid in found or parent in found) and _is_inner(pid)]
-    first = _kill(lambda: {pid: label for pid, label in find().items() if not _is_inner(pid)})
-    _wait(inner, time.monotonic() + KILL_SECONDS)
-    return found | first | _kill(find)
+    found: dict[int, str] = {}
+    inner: set[int] = set()
+    own: set[int] = set()
+    deadline = time.monotonic() + KILL_SECONDS
+    while time.monotonic() < deadline:
+        alive = find()
+        if not alive and not inner:
+            return found
+        parents = dict(_parents())
+        own = own or _line(os.getpid(), parents)
+        alive = {pid: label for pid, label in alive.items() if pid in parents and pid not in own}
+        mine = {pid for pid, parent in parents.items() if pid in alive or parent in alive or pid in inner}
+        inner = {pid for pid in mine if _is_inner(pid)}
+        found |= alive
+        if others := [pid for pid in alive if pid not in inner]:
+            _kill_and_wait(others, deadline)
+        else:
+            _kill_and_wait(list(inner), min(deadline, time.monotonic() + LOOK_SECONDS), 0)
+    return found | _kill(find)
+
+
+def await_forks() -> None:
+    """Until no fork server whose polynya is gone, and no child that it was about to turn into something, is left."""
+    deadline = time.monotonic() + KILL_SECONDS
+    while (left := _stray_forks()) and time.monotonic() < deadline:
+        _kill_and_wait(left, min(deadline, time.monotonic() + LOOK_SECONDS), 0)
+
+
+def _stray_forks() -> list[int]:
+    forks = {pid: parent for pid, parent in _parents() if _comm(pid) == FORK_NAME}
+    kept = set()
+    for pid, parent in forks.items():
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            # The last argument of a fork server is the pid of its polynya.
+            if int(_read(f"/proc/{pid}/cmdline").split(b"\0")[-2]) == parent:
+                kept.add(pid)
+    return [pid for pid, parent in forks.items() if pid not in kept and parent not in kept]
 
 
 def kill_below(pid: int) -> None:
@@ -56,11 +89,14 @@ def kill_below(pid: int) -> None:
 
 
 def _kill(find: Callable[[], dict[int, str]]) -> dict[int, str]:
-    own = _line(os.getpid(), dict(_parents()))
+    own: set[int] = set()
     seen: dict[int, str] = {}
     deadline = time.monotonic() + KILL_SECONDS
     while time.monotonic() < deadline:
-        alive = {pid: label for pid, label in find().items() if pid not in own}
+        alive = find()
+        if alive and not own:
+            own = _line(os.getpid(), dict(_parents()))
+        alive = {pid: label for pid, label in alive.items() if pid not in own}
         if not alive:
             break
         seen |= alive
@@ -68,7 +104,7 @@ def _kill(find: Callable[[], dict[int, str]]) -> dict[int, str]:
     return seen
 
 
-def _kill_and_wait(pids: list[int], deadline: float) -> None:
+def _kill_and_wait(pids: list[int], deadline: float, number: int = signal.SIGKILL) -> None:
     handles = []
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -76,21 +112,11 @@ def _kill_and_wait(pids: list[int], deadline: float) -> None:
     try:
         for fd in handles:
             with contextlib.suppress(OSError):
-                signal.pidfd_send_signal(fd, signal.SIGKILL)
+                signal.pidfd_send_signal(fd, number)
         _wait_handles(handles, deadline)
     finally:
         for fd in handles:
             os.close(fd)
-
-
-def _wait(pids: list[int], deadline: float) -> None:
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            fd = os.pidfd_open(pid)
-            try:
-                _wait_handles([fd], deadline)
-            finally:
-                os.close(fd)
 
 
 def _wait_handles(handles: list[int], deadline: float) -> None:
@@ -101,20 +127,37 @@ def _wait_handles(handles: list[int], deadline: float) -> None:
 
 
 def _is_inner(pid: int) -> bool:
+    return _comm(pid) == INNER_NAME
+
+
+def _comm(pid: int) -> bytes:
     try:
-        return Path(f"/proc/{pid}/comm").read_bytes().strip() == INNER_NAME
+        return _read(f"/proc/{pid}/comm").strip()
     except OSError:
-        return False
+        return b""
 
 
-def _pids() -> Iterator[int]:
-    return (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit())
+def _pids() -> list[int]:
+    with os.scandir("/proc") as entries:
+        return [int(entry.name) for entry in entries if entry.name.isdigit()]
+
+
+def _read(path: str) -> bytes:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        data = part = os.read(fd, 1 << 16)
+        while part:
+            part = os.read(fd, 1 << 16)
+            data += part
+        return data
+    finally:
+        os.close(fd)
 
 
 def _parents() -> Iterator[tuple[int, int]]:
     for pid in _pids():
         with contextlib.suppress(OSError, ValueError, IndexError):
-            state, parent = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[:2]
+            state, parent = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()[:2]
             if state not in (b"Z", b"X"):
                 yield pid, int(parent)
 

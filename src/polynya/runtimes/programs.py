@@ -12,18 +12,18 @@ import json
 import os
 import socket
 import struct
-import subprocess
-import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from polynya.errors import RuntimeFailure
 from polynya.runtimes.base import ExecResult
+from polynya.runtimes.spawner import Spawner, readable, settled
 
-SCRIPT = Path(__file__).with_name("_supervisor.py")
 LABEL = "POLYNYA_LABEL"
 """The environment variable that marks every process of a sandbox, for the sweep."""
+PASSED = 4
+"""The first descriptor of a supervisor that is ours to name; 3 is its socket."""
 BACKLOG = 1024
 LISTEN_SECONDS = 30.0
 
@@ -42,6 +42,10 @@ class Namespaces:
             self.close()
             raise
 
+    def passed(self) -> list[int]:
+        """The root folder, then the namespaces in the order in which they are entered."""
+        return [self.root, *self.fds.values()]
+
     def close(self) -> None:
         for fd in (*self.fds.values(), self.root):
             if fd >= 0:
@@ -52,27 +56,25 @@ class Namespaces:
 class _Supervised:
     """One supervisor process and the socket to it."""
 
-    def __init__(self, config: Mapping[str, Any], label: str, fds: Sequence[int]) -> None:
-        self.gone: asyncio.Task[None] | None = None
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config = json.dumps(config).encode()
+        self.ended = asyncio.Event()
+        """The supervisor is gone, or never came."""
+        self.forgetting: asyncio.Task[None] | None = None
         self.writer: asyncio.StreamWriter | None = None
         self.killed = False
+
+    async def start(self, spawner: Spawner, label: str, fds: Sequence[int]) -> None:
+        """``fds`` become the supervisor's descriptors from ``PASSED`` on. Raises RuntimeFailure."""
         self.socket, theirs = socket.socketpair()
         try:
+            self.socket.setblocking(False)
             with theirs:
-                self.process = subprocess.Popen(
-                    [sys.executable, "-I", "-S", str(SCRIPT), str(theirs.fileno())],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno(), *fds],
-                    env={LABEL: label, "LANG": "C.UTF-8"},
-                    cwd="/",
-                    start_new_session=True,
-                )
+                self.child = await spawner.supervise(label, [theirs.fileno(), *fds])
         except BaseException:
             self.socket.close()
+            self.ended.set()
             raise
-        self.config = json.dumps(config).encode()
 
     async def converse(self) -> tuple[dict[str, Any], bytes, bytes]:
         """Send the configuration and read until the one answer."""
@@ -104,7 +106,7 @@ class _Supervised:
             self.writer.close()
             with contextlib.suppress(OSError):
                 await self.writer.wait_closed()
-        await asyncio.to_thread(self.process.wait)
+        await self.child.wait()
 
 
 class Programs:
@@ -113,12 +115,14 @@ class Programs:
     def __init__(
         self,
         label: str,
+        spawner: Spawner,
         *,
         namespaces: Namespaces | None = None,
         groups: Sequence[Path] = (),
         kill_orphans: Callable[[bool], Awaitable[None]],
     ) -> None:
         self._label = label
+        self._spawner = spawner
         self._namespaces = namespaces
         self._groups = [str(path) for path in groups]
         self._kill_orphans = kill_orphans
@@ -142,30 +146,39 @@ class Programs:
             raise RuntimeFailure(f"sandbox {self._label} is destroyed", fix="create a new one")
         if not argv:
             raise RuntimeFailure("exec: argv [] is empty", fix="name a program")
-        namespaces = self._namespaces
-        spaces = list(namespaces.fds.values()) if namespaces else []
-        roots = [namespaces.root] if namespaces else []
         source = _readable(stdin)
         try:
-            config = {
-                "argv": list(argv),
-                "cwd": cwd,
-                "env": {**env, LABEL: self._label},
-                "stdin": source,
-                "stdout": str(stdout.absolute()) if stdout else None,
-                "stderr": str(stderr.absolute()) if stderr else None,
-                "timeout": timeout,
-                "max_output": max_output,
-                "namespaces": spaces,
-                "root": roots[0] if roots else None,
-                "groups": self._groups,
-                "drop": namespaces is not None,
-            }
-            supervised = _Supervised(config, self._label, [source, *spaces, *roots])
+            passed = [source, *(self._namespaces.passed() if self._namespaces else [])]
+            numbers = list(range(PASSED, PASSED + len(passed)))
+            supervised = _Supervised(
+                {
+                    "argv": list(argv),
+                    "cwd": cwd,
+                    "env": {**env, LABEL: self._label},
+                    "stdin": numbers[0],
+                    "stdout": str(stdout.absolute()) if stdout else None,
+                    "stderr": str(stderr.absolute()) if stderr else None,
+                    "timeout": timeout,
+                    "max_output": max_output,
+                    "namespaces": numbers[2:],
+                    "root": numbers[1] if self._namespaces else None,
+                    "groups": self._groups,
+                    "drop": self._namespaces is not None,
+                }
+            )
+            await self._begin(supervised, passed)
         finally:
             os.close(source)
-        self._live.add(supervised)
         return await self._finish(supervised)
+
+    async def _begin(self, supervised: _Supervised, passed: Sequence[int]) -> None:
+        # Among the living at once, so that kill_all does not miss one whose supervisor is on its way.
+        self._live.add(supervised)
+        try:
+            await supervised.start(self._spawner, self._label, passed)
+        except BaseException:
+            self._live.discard(supervised)
+            raise
 
     async def _finish(self, supervised: _Supervised) -> ExecResult:
         talk = asyncio.ensure_future(supervised.converse())
@@ -178,10 +191,10 @@ class Programs:
                 cancelled = exc
                 supervised.kill()
         failed = talk.exception() is not None
-        supervised.gone = asyncio.create_task(self._forget(supervised))
+        supervised.forgetting = asyncio.create_task(self._forget(supervised))
         header, out, err = ({}, b"", b"") if failed else talk.result()
         if cancelled or failed or header["timed_out"] or header["orphaned"]:
-            await asyncio.wait([supervised.gone])
+            await asyncio.wait([supervised.forgetting])
             if failed or header["orphaned"]:
                 await self._kill_orphans(not self._live)
         if cancelled:
@@ -200,43 +213,49 @@ class Programs:
     async def _forget(self, supervised: _Supervised) -> None:
         await supervised.end()
         self._live.discard(supervised)
+        supervised.ended.set()
 
     async def kill_all(self) -> None:
         """Every program, those in the background too. Their ``run`` returns with what they had."""
-        waiting = []
-        for item in list(self._live):
-            item.kill()
-            waiting += [item.gone] if item.gone else []
-        if waiting:
-            await asyncio.wait(waiting)
-        # A run that was still going finishes by itself; its tree is dead once its supervisor is gone.
-        for item in list(self._live):
-            await asyncio.to_thread(item.process.wait)
+        await self.kill_supervised()
         await self._kill_orphans(True)
+
+    async def kill_supervised(self) -> None:
+        """All below a supervisor. A run that was still going finishes by itself."""
+        living = list(self._live)
+        for item in living:
+            item.kill()
+        for item in living:
+            await item.ended.wait()
 
     async def listen(self) -> socket.socket:
         """A listening socket on the sandbox's own loopback. Needs namespaces."""
         assert self._namespaces is not None
         spaces = [fd for name, fd in self._namespaces.fds.items() if name in ("user", "net")]
-        supervised = _Supervised({"listen": BACKLOG, "namespaces": spaces}, self._label, spaces)
+        numbers = list(range(PASSED, PASSED + len(spaces)))
+        supervised = _Supervised({"listen": BACKLOG, "namespaces": numbers})
+        await supervised.start(self._spawner, self._label, spaces)
         try:
-            return await asyncio.to_thread(_take_listener, supervised)
+            async with asyncio.timeout(LISTEN_SECONDS):
+                return await _take_listener(supervised)
+        except TimeoutError as exc:
+            raise RuntimeFailure(f"no listening socket from the sandbox within {LISTEN_SECONDS:g} s") from exc
         finally:
             supervised.socket.close()
-            await asyncio.shield(asyncio.to_thread(supervised.process.wait))
+            supervised.child.kill()
+            if cancelled := await settled(supervised.child.wait()):
+                raise cancelled
 
     def close(self) -> None:
         self._closed = True
 
 
-def _take_listener(supervised: _Supervised) -> socket.socket:
+async def _take_listener(supervised: _Supervised) -> socket.socket:
     control = supervised.socket
-    control.settimeout(LISTEN_SECONDS)
-    control.sendall(struct.pack(">I", len(supervised.config)) + supervised.config)
-    try:
-        data, fds, _, _ = socket.recv_fds(control, 1 << 16, 1)
-    except TimeoutError as exc:
-        raise RuntimeFailure(f"no listening socket from the sandbox within {LISTEN_SECONDS:g} s") from exc
+    message = struct.pack(">I", len(supervised.config)) + supervised.config
+    await asyncio.get_running_loop().sock_sendall(control, message)
+    await readable(control.fileno())
+    data, fds, _, _ = socket.recv_fds(control, 1 << 16, 1, socket.MSG_CMSG_CLOEXEC)
     if not fds:
         raise RuntimeFailure(f"cannot listen inside the sandbox: {data[4:].decode(errors='replace') or 'it is gone'}")
     listener = socket.socket(fileno=fds[0])

@@ -8,16 +8,16 @@ configuration of this user or machine and no prompt takes part. Submodules and L
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import shutil
-import signal
 import tempfile
 from pathlib import Path
 
 from polynya.errors import WorkspaceError
+from polynya.runtimes._sandbox import Sandbox
 from polynya.runtimes.base import Runtime
 from polynya.runtimes.files import check_path, copy_workspace, write_files
+from polynya.runtimes.spawner import Spawner
 from polynya.schema import RepoSpec, RuntimeSpec
 
 __all__ = ["copy_workspace", "lay_out", "prepare_workspace"]
@@ -32,24 +32,32 @@ _KEPT = ("PATH", "HOME", "SSH_AUTH_SOCK", "SSL_CERT_FILE", "SSL_CERT_DIR", "GIT_
          "HTTP_PROXY", "HTTPS_PROXY", "no_proxy", "NO_PROXY", "ALL_PROXY", "all_proxy")  # fmt: skip
 
 
-async def lay_out(spec: RuntimeSpec, workspace: Path) -> None:
+async def lay_out(spec: RuntimeSpec, workspace: Path, spawner: Spawner | None = None) -> None:
     """Fill the empty folder. Raises WorkspaceError naming the path or the URL, and the fix."""
     for name in spec.files:
         if check_path(name, "runtime.files").parts[0] == ".git":
             raise WorkspaceError(f"runtime.files: {name!r} is inside .git", fix="leave .git to polynya")
-    git = shutil.which("git")
-    if spec.repo is not None:
-        if git is None:
+    path = shutil.which("git")
+    if path is None:
+        if spec.repo is not None:
             raise WorkspaceError(f"runtime.repo.url {spec.repo.url!r}: there is no git", fix="install git")
-        await _check_out(git, spec.repo, workspace)
-    await asyncio.to_thread(write_files, workspace, spec.files)
-    if git is not None:
+        await asyncio.to_thread(write_files, workspace, spec.files)
+        return
+    async with spawner or Spawner() as held:
+        git = _Git(path, held)
+        if spec.repo is not None:
+            await _check_out(git, spec.repo, workspace)
+        await asyncio.to_thread(write_files, workspace, spec.files)
         await _commit(git, workspace)
 
 
-async def prepare_workspace(spec: RuntimeSpec, runtime: Runtime) -> None:
-    """Lay out the workspace, then run the ``prepare`` commands inside, one after another."""
-    await lay_out(spec, runtime.workspace)
+async def prepare_workspace(spec: RuntimeSpec, runtime: Runtime, spawner: Spawner | None = None) -> None:
+    """Lay out the workspace, then run the ``prepare`` commands inside, one after another.
+
+    ``spawner`` starts git; by default that of the runtime, if it is one of ours, or else one that is started for it.
+    """
+    own = runtime.spawner if isinstance(runtime, Sandbox) else None
+    await lay_out(spec, runtime.workspace, spawner or own)
     for number, command in enumerate(spec.prepare):
         result = await runtime.exec(["/bin/sh", "-c", command])
         if result.exit_code != 0:
@@ -60,7 +68,7 @@ async def prepare_workspace(spec: RuntimeSpec, runtime: Runtime) -> None:
             )
 
 
-async def _check_out(git: str, repo: RepoSpec, workspace: Path) -> None:
+async def _check_out(git: _Git, repo: RepoSpec, workspace: Path) -> None:
     for field, value in (("url", repo.url), ("ref", repo.ref)):
         if not value or value.startswith("-") or "\0" in value:
             raise WorkspaceError(f"runtime.repo.{field}: {value!r} cannot be given to git", fix="write it out in full")
@@ -68,28 +76,28 @@ async def _check_out(git: str, repo: RepoSpec, workspace: Path) -> None:
     url = str(Path(repo.url).absolute()) if Path(repo.url).is_dir() else repo.url
     where = f"runtime.repo.url {repo.url!r}"
     try:
-        await _git(git, where, "clone", "--quiet", "--bare", "--template=", "--", url, str(clone), cwd=workspace)
+        await git.run(where, "clone", "--quiet", "--bare", "--template=", "--", url, str(clone), cwd=workspace)
         at = f"--git-dir={clone}"
         commit = await _resolve(git, repo, at, workspace)
         tree = ["--work-tree=" + str(workspace), "checkout", "--quiet", "--force", "--detach", commit]
-        await _git(git, where, at, *tree, cwd=workspace)
+        await git.run(where, at, *tree, cwd=workspace)
     finally:
         await asyncio.to_thread(shutil.rmtree, clone, ignore_errors=True)
 
 
-async def _resolve(git: str, repo: RepoSpec, at: str, workspace: Path) -> str:
+async def _resolve(git: _Git, repo: RepoSpec, at: str, workspace: Path) -> str:
     fix = "name a branch, a tag or a full commit id of that repository"
     name = f"{repo.ref}^{{commit}}"
-    out = await _git(git, f"runtime.repo.ref {repo.ref!r} of {repo.url!r}", at, "rev-parse", "--verify", "--quiet",
+    out = await git.run(f"runtime.repo.ref {repo.ref!r} of {repo.url!r}", at, "rev-parse", "--verify", "--quiet",
                      "--end-of-options", name, cwd=workspace, fix=fix)  # fmt: skip
     return out.decode().split()[-1]
 
 
-async def _commit(git: str, workspace: Path) -> None:
+async def _commit(git: _Git, workspace: Path) -> None:
     where = f"workspace {workspace}"
-    await _git(git, where, "init", "--quiet", "--template=", str(workspace), cwd=workspace)
-    await _git(git, where, "add", "--all", "--force", ".", cwd=workspace)
-    await _git(git, where, "commit", "--quiet", "--allow-empty", "--no-verify", "--message=start", cwd=workspace)
+    await git.run(where, "init", "--quiet", "--template=", str(workspace), cwd=workspace)
+    await git.run(where, "add", "--all", "--force", ".", cwd=workspace)
+    await git.run(where, "commit", "--quiet", "--allow-empty", "--no-verify", "--message=start", cwd=workspace)
     await asyncio.to_thread(shutil.rmtree, workspace / ".git" / "logs", ignore_errors=True)
 
 
@@ -105,26 +113,15 @@ def _environment() -> dict[str, str]:
     return {**env, **fixed}
 
 
-async def _git(git: str, where: str, *args: str, cwd: Path, fix: str = "") -> bytes:
-    process = await asyncio.create_subprocess_exec(
-        git,
-        *_QUIET,
-        *args,
-        cwd=cwd,
-        env=_environment(),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        start_new_session=True,
-    )
-    try:
-        out, err = await process.communicate()
-    except asyncio.CancelledError:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await asyncio.shield(process.wait())
-        raise
-    if process.returncode != 0:
-        words = err[-800:].decode(errors="replace").strip() or f"exit {process.returncode}"
-        raise WorkspaceError(f"{where}: git said: {words}", fix=fix or "try the same with git by hand")
-    return out
+class _Git:
+    def __init__(self, path: str, spawner: Spawner) -> None:
+        self._path = path
+        self._spawner = spawner
+
+    async def run(self, where: str, *args: str, cwd: Path, fix: str = "") -> bytes:
+        argv = [self._path, *_QUIET, *args]
+        code, out, err = await self._spawner.run(argv, env=_environment(), cwd=str(cwd.absolute()))
+        if code != 0:
+            words = err[-800:].decode(errors="replace").strip() or f"exit {code}"
+            raise WorkspaceError(f"{where}: git said: {words}", fix=fix or "try the same with git by hand")
+        return out
