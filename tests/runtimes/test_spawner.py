@@ -136,9 +136,9 @@ async def test_what_cannot_be_started_says_why(tmp_path: Path) -> None:
         assert (await held.run([SH, "-c", "kill -9 $$"], env={}, cwd="/"))[0] == -9
 
 
-async def test_a_program_has_its_own_descriptors_session_environment_and_a_low_priority() -> None:
+async def test_a_program_has_its_own_descriptors_group_environment_and_a_low_priority() -> None:
     async with Spawner() as held:
-        script = "ls /proc/self/fd; cut -d' ' -f6 /proc/$$/stat; echo $$; nice; env"
+        script = "ls /proc/self/fd; cut -d' ' -f5 /proc/$$/stat; echo $$; nice; env"
         _, out, err = await held.run([SH, "-c", script], env={**ENV, "ONLY": "this"}, cwd="/")
     assert err == b""
     lines = out.decode().split()
@@ -320,3 +320,21 @@ async def test_providers_take_the_spawner_along(tmp_path: Path, label: str) -> N
         runtime = await (await provider("local", held)).create(RuntimeSpec(), label=label, root=tmp_path / "root")
         await runtime.destroy()
         assert servers() == []
+
+
+@both
+async def test_all_programs_share_the_fork_servers_session_and_so_its_share_of_the_cpu(
+    name: str, tmp_path: Path, label: str
+) -> None:
+    async with Spawner() as held:
+        runtime = await BUILT_IN[name](held).create(RuntimeSpec(), label=label, root=tmp_path / "root")
+        run = asyncio.create_task(runtime.exec(["sh", "-c", "touch ready; exec sleep 1000"]))
+        await eventually((runtime.workspace / "ready").exists)
+        [server] = servers()
+        outer = next(pid for pid in children(server) if status(pid, "Name") == "polynya-outer")
+        [inner] = children(outer)
+        [program] = children(inner)
+        assert {os.getsid(pid) for pid in (server, outer, inner, program)} == {server}
+        assert len({os.getpgid(pid) for pid in (server, outer, inner, program)}) == 4
+        await runtime.destroy()
+        assert (await run).exit_code == -9

@@ -46,6 +46,17 @@ MAX_FDS = 64
 PR_SET_PDEATHSIG = 1
 
 
+def lower_priority() -> None:
+    """Of this session: nothing that is started here leaves it by itself.
+
+    Where the scheduler shares out the CPU by sessions (autogroup), a session for each of a hundred agents would leave polynya,
+    one session, a hundredth of it, whatever their niceness. Together they are one, which is below polynya's.
+    """
+    os.nice(NICENESS)
+    with contextlib.suppress(OSError):  # Not there, or, without privilege, asked for too often.
+        Path("/proc/self/autogroup").write_text(str(NICENESS))
+
+
 def write_label(label: str) -> None:
     """Into the environment that /proc shows of this process, where the sweep looks for it."""
     _supervisor.libc.getenv.restype = ctypes.c_void_p
@@ -73,16 +84,14 @@ def become(request: dict[str, Any], fds: list[int], server: int) -> NoReturn:
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setpgid(0, 0)
         if request["kind"] == "supervise":
-            os.setpgid(0, 0)
             write_label(request["label"])
             _supervisor.name_process(_supervisor.OUTER_NAME)
             install(fds, 3)
             _supervisor.main(3)
             code = 0
         else:
-            os.setsid()
-            _supervisor.lower_priority(_supervisor.PROGRAM_NICENESS)
             install(fds, 0)
             code = execute(request, server)
     finally:
@@ -171,8 +180,7 @@ class Server:
 
 def main() -> None:
     _supervisor.name_process(_supervisor.FORK_NAME)
-    os.nice(NICENESS)
-    _supervisor.lower_priority(NICENESS)
+    lower_priority()
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)
     server = Server(control)

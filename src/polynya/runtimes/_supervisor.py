@@ -35,10 +35,6 @@ TAIL = 64 * 1024
 PIPE_MAX = 1 << 20
 """More than this cannot wait in a pipe: what a dead program wrote is read within this bound."""
 
-PROGRAM_NICENESS = 10
-"""Of each program's session. There may be a hundred of them, against the one session of polynya, whose gateway they wait for;
-but beside an engine that fills the machine they, too, must get on."""
-
 FORK_NAME, OUTER_NAME, INNER_NAME = b"polynya-fork", b"polynya-outer", b"polynya-inner"
 """What the kernel calls these processes, so that a sweep lets a fork server end and an inner process do its work."""
 
@@ -62,16 +58,6 @@ def prctl(option: int, *args: int) -> int:
 
 def name_process(name: bytes) -> None:
     libc.prctl(PR_SET_NAME, ctypes.c_char_p(name))
-
-
-def lower_priority(niceness: int) -> None:
-    """Where the scheduler shares out the CPU by session (autogroup), ``nice`` alone would change nothing between sessions."""
-    with contextlib.suppress(OSError):  # Not there, or, without privilege, more than ten times a second.
-        fd = os.open("/proc/self/autogroup", os.O_WRONLY)
-        try:
-            os.write(fd, b"%d" % niceness)
-        finally:
-            os.close(fd)
 
 
 def drop_privileges() -> None:
@@ -166,8 +152,7 @@ def launch(config: dict[str, Any], stdio: list[int], groups: list[int]) -> NoRet
     try:
         for fd in groups:
             os.write(fd, b"0")
-        os.setsid()
-        lower_priority(PROGRAM_NICENESS)
+        os.setpgid(0, 0)
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)

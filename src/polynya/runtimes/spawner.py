@@ -246,7 +246,7 @@ class Spawner:
         return await self._ask({"kind": "supervise", "label": label}, fds)
 
     async def program(self, argv: Sequence[str], *, env: Mapping[str, str], cwd: str, fds: Sequence[int]) -> Child:
-        """A program in a session of its own. It has ``fds`` as its descriptors 0, 1, 2, … and dies with the fork server."""
+        """A program in a process group of its own. It has ``fds`` as its descriptors 0, 1, 2, … and dies with the fork server."""
         return await self._ask({"kind": "program", "argv": list(argv), "env": dict(env), "cwd": cwd}, fds)
 
     async def run(self, argv: Sequence[str], *, env: Mapping[str, str], cwd: str) -> tuple[int, bytes, bytes]:
