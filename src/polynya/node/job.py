@@ -20,7 +20,7 @@ from polynya.gateway.sessions import GatewaySession, SessionGrant
 from polynya.harnesses import harness
 from polynya.harnesses.base import Endpoint, Harness, Installed, Progress, Verdict
 from polynya.node.trajectory import trajectory_of
-from polynya.runtimes import provider
+from polynya.runtimes import DEFAULT, Spawner, provider
 from polynya.runtimes.base import ExecResult, Runtime, RuntimeProvider
 from polynya.runtimes.files import remove_tree, write_files
 from polynya.runtimes.workspace import copy_workspace, prepare_workspace
@@ -45,6 +45,8 @@ class JobDeps(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     progress: Progress
     clock: Callable[[], float] = time.time
+    spawner: Spawner = msgspec.field(default_factory=Spawner)
+    """Starts the programs of all sandboxes of the node, beside its event loop."""
 
 
 class Job:
@@ -76,15 +78,15 @@ class Job:
     async def init(self) -> None:
         """Runtime, workspace, harness, session key: all that the run needs."""
         task = self.session.task
-        self._logs.mkdir(parents=True, exist_ok=True)
+        await asyncio.to_thread(self._logs.mkdir, parents=True, exist_ok=True)
         self.installed = await self._harness.install(task.harness, self.deps.cache, self.deps.progress)
-        self._provider = await provider(task.runtime.name)
+        self._provider = await provider(task.runtime.name or DEFAULT, self.deps.spawner)
         self.runtime_name = self._provider.name
         label = f"{self.deps.label}.{self.session.session_id}.a{self.session.attempt}"
         self.runtime = await self._provider.create(
             task.runtime, label=label, root=self._root, binds=self.installed.binds
         )
-        await prepare_workspace(task.runtime, self.runtime)
+        await prepare_workspace(task.runtime, self.runtime, self.deps.spawner)
         grant = SessionGrant(
             session_id=self.session.session_id,
             attempt=self.session.attempt,

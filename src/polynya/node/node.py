@@ -86,7 +86,8 @@ class Node:
     async def _through(self, handle: SessionHandle) -> SessionOutput:
         way = _Way(handle, self._deps, self._pools, self._stage)
         try:
-            output = await way.go()
+            async with self._deps.spawner:
+                output = await way.go()
         finally:
             self.handles.pop(handle.session.session_id, None)
         self._stage(handle, Stage.DONE, output.result)

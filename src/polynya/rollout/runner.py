@@ -198,8 +198,7 @@ class Runner:
         if earlier:
             ledgers = [lost(capture.sampled_tokens, len(capture.calls)) for capture in earlier]
             result = msgspec.structs.replace(result, ledger=total([*ledgers, result.ledger]))
-        for trace in output.trajectory.traces if output.trajectory else []:
-            self._token_ids.update(np.unique(trace.input_ids).tolist())
+        self._token_ids |= await asyncio.to_thread(_ids_in, output)
         async with self._commits:
             try:
                 await asyncio.to_thread(self._rundir.commit, result, output.trajectory, rows)
@@ -286,6 +285,11 @@ class Runner:
             if session_id in todo
         ]
         return sessions, earlier
+
+
+def _ids_in(output: SessionOutput) -> set[int]:
+    traces = output.trajectory.traces if output.trajectory else []
+    return {int(token) for trace in traces for token in np.unique(trace.input_ids)}
 
 
 def _worth_a_retry(result: SessionResult) -> bool:

@@ -18,7 +18,7 @@ from polynya.runtimes.bubblewrap import BubblewrapProvider
 from polynya.runtimes.local import LocalProvider
 from polynya.runtimes.spawner import Spawner
 
-__all__ = ["BUILT_IN", "Spawner", "all_providers", "names", "provider"]
+__all__ = ["BUILT_IN", "DEFAULT", "Spawner", "all_providers", "names", "provider"]
 
 BUILT_IN: dict[str, Callable[[], RuntimeProvider]] = {
     "bubblewrap": BubblewrapProvider,
