@@ -31,6 +31,7 @@ class Flaky(LocalProvider):
     name = "flaky"
 
     def __init__(self, failures: int, error: Exception) -> None:
+        super().__init__()
         self.failures = failures
         self.error = error
         self.tried: list[str] = []
