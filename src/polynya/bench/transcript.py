@@ -1,0 +1,166 @@
+"""The requests of a session as an agent's client writes them: Claude Code's Anthropic Messages, and the same as OpenAI chat.
+
+Claude Code moves its cache marks with every turn, so a message's bytes change once after it was the last one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from polynya.bench.workload import _SESSION_TEXT, _TOOLS, Bodies, Variant, source_text
+
+_encode = msgspec.json.Encoder().encode
+_MOVING = {"cache_control": {"type": "ephemeral"}}
+_SMALL = 10_000
+"""Bodies below have no tools and a short system prompt: what agents ask for titles and topics."""
+
+
+class _Turn(msgspec.Struct):
+    said: str
+    arguments: str
+    call_id: str
+    result: str
+
+
+class _Script(msgspec.Struct):
+    system: str
+    tools: list[dict[str, Any]]
+    ask: str
+    turns: list[_Turn]
+    """Those before the first request, then one for each request but the last."""
+    before: int
+
+
+def _script(variant: Variant) -> _Script:
+    spec = variant.spec
+    rng = np.random.default_rng([13, variant.number])
+    if not spec.growth_ids:
+        ask = f"{_SESSION_TEXT} Write a title for this:\n" + source_text(rng, max(200, spec.body_bytes - 700))
+        return _Script("You write titles. " * 15, [], ask, [], 0)
+    first = spec.body_bytes - spec.growth_bytes * (spec.turns - 1) // 2
+    fixed = min(44_000, first // 2)
+    tools = [_tool(rng, index, fixed * 2 // 3 // _TOOLS) for index in range(_TOOLS)]
+    ask = f"{_SESSION_TEXT} Find out why the tests fail, and mend it.\n" + source_text(rng, 600)
+    room = first - fixed - 1400
+    before = max(0, room // spec.growth_bytes)
+    ask += source_text(rng, max(1, room - before * spec.growth_bytes))
+    turns = []
+    for index in range(before + spec.turns - 1):
+        said, arguments = variant.reply_texts((index - before) % spec.turns)
+        own = len(_encode(said)) + len(_encode(arguments)) + 330
+        result = source_text(rng, max(100, spec.growth_bytes - own))
+        turns.append(_Turn(said, arguments, f"toolu_{variant.number:04d}{index:012d}", result))
+    return _Script(source_text(rng, fixed // 3), tools, ask, turns, before)
+
+
+def _tool(rng: np.random.Generator, index: int, size: int) -> dict[str, Any]:
+    names = ("file_path", "content", "old_string", "new_string", "replace_all")
+    properties = {name: {"type": "string", "description": f"The {name} of the call."} for name in names}
+    schema = {"type": "object", "properties": properties, "required": list(names[:2]), "additionalProperties": False}
+    name = "Write" if index == 0 else f"Tool{index}"
+    return {"name": name, "description": source_text(rng, max(40, size - 480)), "input_schema": schema}
+
+
+def _result_text(script: _Script, index: int) -> str:
+    """A result ends with the number of the request that it is the last message of."""
+    return f"{script.turns[index].result}\n[[turn {index - script.before + 1:05d}]]"
+
+
+def _ask_text(script: _Script, turn: int) -> str:
+    return f"{script.ask}\n[[turn {turn:05d}]]"
+
+
+def anthropic_bodies(variant: Variant) -> Bodies:
+    spec, script = variant.spec, _script(variant)
+    system = [{"type": "text", "text": "You are Claude Code."}, {"type": "text", "text": script.system, **_MOVING}]
+    head = b'{"model":"bench","max_tokens":32000,"system":%b,"tools":%b,"messages":[' % (
+        _encode(system),
+        _encode(script.tools),
+    )
+    if not script.tools:
+        head = head.replace(b'"tools":[],', b"")
+
+    def ask(turn: int, mark: dict[str, Any]) -> bytes:
+        return _encode({"role": "user", "content": [{"type": "text", "text": _ask_text(script, turn), **mark}]})
+
+    def assistant(index: int) -> bytes:
+        turn = script.turns[index]
+        use = {"type": "tool_use", "id": turn.call_id, "name": "Write", "input": msgspec.json.decode(turn.arguments)}
+        return _encode({"role": "assistant", "content": [{"type": "text", "text": turn.said}, use]})
+
+    def result(index: int, mark: dict[str, Any]) -> bytes:
+        block = {
+            "tool_use_id": script.turns[index].call_id,
+            "type": "tool_result",
+            "content": _result_text(script, index),
+        }
+        return _encode({"role": "user", "content": [{**block, **mark}]})
+
+    tail = b'],"metadata":{"user_id":"bench"},"stream":%b}' % (b"true" if spec.stream else b"false")
+    return _bodies(variant, script, head, ask, assistant, result, tail)
+
+
+def chat_bodies(variant: Variant) -> Bodies:
+    spec, script = variant.spec, _script(variant)
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": t["name"], "description": t["description"], "parameters": t["input_schema"]},
+        }
+        for t in script.tools
+    ]
+    head = b'{"model":"bench","messages":[%b,' % _encode({"role": "system", "content": script.system})
+
+    def ask(turn: int, mark: dict[str, Any]) -> bytes:
+        return _encode({"role": "user", "content": _ask_text(script, turn)})
+
+    def assistant(index: int) -> bytes:
+        turn = script.turns[index]
+        call = {"id": turn.call_id, "type": "function", "function": {"name": "Write", "arguments": turn.arguments}}
+        return _encode({"role": "assistant", "content": turn.said, "tool_calls": [call]})
+
+    def result(index: int, mark: dict[str, Any]) -> bytes:
+        return _encode(
+            {"role": "tool", "tool_call_id": script.turns[index].call_id, "content": _result_text(script, index)}
+        )
+
+    asks = {"max_tokens": 32000, "stream": False, "logprobs": True, "top_logprobs": 0, "return_token_ids": True}
+    tail = b"]" + (b',"tools":' + _encode(tools) if tools else b"") + b"," + _encode(asks)[1:]
+    assert spec.turns
+    return _bodies(variant, script, head, ask, assistant, result, tail)
+
+
+def _bodies(
+    variant: Variant, script: _Script, head: bytes, ask: Any, assistant: Any, result: Any, tail: bytes
+) -> Bodies:
+    spec = variant.spec
+    if not script.turns:
+        lasts = [ask(turn, _MOVING) for turn in range(spec.turns)]
+        # the mark lies in the last message here, so that every body is its own text
+        at = lasts[0].index(b"[[session ")
+        whole = [last[at + len(_SESSION_TEXT) :] for last in lasts]
+        text = head + lasts[0][: at + len(_SESSION_TEXT)]
+        return Bodies(text, [len(text)] * spec.turns, whole, tail, len(head) + at)
+    parts, cuts, lasts, size = [head], [], [], len(head)
+
+    def add(part: bytes) -> None:
+        nonlocal size
+        parts.append(part)
+        size += len(part)
+
+    if script.before == 0:
+        cuts.append(size)
+        lasts.append(ask(0, _MOVING))
+        raise ValueError("a growing session has turns before its first request")
+    add(ask(99999, {}) + b",")
+    for index in range(len(script.turns)):
+        add(assistant(index) + b",")
+        if index >= script.before - 1:
+            cuts.append(size)
+            lasts.append(result(index, _MOVING))
+        add(result(index, {}) + b",")
+    text = b"".join(parts)
+    return Bodies(text, cuts, lasts, tail, text.index(b"[[session "))
