@@ -1,48 +1,17 @@
-"""Who is measured beside polynya, and how each is started.
-
-A contender that is not there is no error: ``Missing`` says why and how to get it.
-"""
+"""polynya, and what it is measured against first: nginx and a plain pass-through. The others are in ``peers``."""
 
 from __future__ import annotations
 
-import asyncio
+import os
 import shutil
-import socket
-from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 import msgspec
 
 from polynya.bench.hosted import Hosting
 from polynya.bench.load import Endpoint
+from polynya.bench.peers import PEERS
+from polynya.bench.places import Contender, Missing, Place, Running, free_port, listening
 from polynya.bench.processes import BenchFailed, Program
-from polynya.bench.workload import Spec
-
-
-class Missing(Exception):
-    """Not here; the text says why, and what to do."""
-
-
-class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """Where and for whom a contender is started."""
-
-    spec: Spec
-    upstream: int
-    folder: Path
-    core: set[int]
-    sessions: int
-
-
-class Running(msgspec.Struct, frozen=True, kw_only=True):
-    program: Program
-    endpoint: Endpoint
-
-
-class Contender(msgspec.Struct, frozen=True, kw_only=True):
-    name: str
-    does: str
-    """In a few words, for the table."""
-    start: Callable[[Place], Awaitable[Running]]
 
 
 async def _polynya(place: Place) -> Running:
@@ -66,6 +35,7 @@ async def _pass(place: Place) -> Running:
 _NGINX = """
 daemon off;
 worker_processes 1;
+{user}
 pid {folder}/nginx.pid;
 error_log stderr warn;
 events {{ worker_connections 4096; }}
@@ -77,7 +47,7 @@ http {{
   uwsgi_temp_path {folder}/uwsgi;
   scgi_temp_path {folder}/scgi;
   client_max_body_size 64m;
-  client_body_buffer_size 4m;
+  {buffers}
   keepalive_requests 100000000;
   upstream engine {{ server 127.0.0.1:{upstream}; keepalive 1024; keepalive_requests 100000000; }}
   server {{
@@ -87,55 +57,52 @@ http {{
       proxy_http_version 1.1;
       proxy_set_header Connection "";
       proxy_read_timeout 600s;
-      proxy_buffers 64 64k;
-      proxy_buffer_size 64k;
-      proxy_busy_buffers_size 128k;
-      proxy_max_temp_file_size 0;
     }}
   }}
 }}
 """
 
 
+_IN_MEMORY = """client_body_buffer_size 4m;
+  proxy_buffers 64 64k;
+  proxy_buffer_size 64k;
+  proxy_busy_buffers_size 128k;
+  proxy_max_temp_file_size 0;"""
+
+
 async def _nginx(place: Place) -> Running:
+    return await _nginx_with(place, "nginx", _IN_MEMORY)
+
+
+async def _nginx_disk(place: Place) -> Running:
+    """With its default buffers it writes each large body, and each large answer, into a file."""
+    return await _nginx_with(place, "nginx-disk", "")
+
+
+async def _nginx_with(place: Place, name: str, buffers: str) -> Running:
     binary = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin:/usr/local/sbin")
     if binary is None:
         raise Missing("not installed; apt-get install nginx")
     port = free_port()
-    config = place.folder / "nginx.conf"
-    config.write_text(_NGINX.format(folder=place.folder, upstream=place.upstream, port=port))
-    command = [binary, "-p", str(place.folder), "-e", "stderr", "-c", str(config)]
-    program = await Program.start(command, core=place.core, log=place.folder / "nginx.log")
+    # started by root, its worker would be another user, who may not read the bench's folder
+    user = "user root;" if os.geteuid() == 0 else ""
+    folder = place.folder / name
+    folder.mkdir()
+    config = folder / "nginx.conf"
+    config.write_text(_NGINX.format(folder=folder, upstream=place.upstream, port=port, buffers=buffers, user=user))
+    command = [binary, "-p", str(folder), "-e", "stderr", "-c", str(config)]
+    program = await Program.start(command, core=place.core, log=place.folder / f"{name}.log")
     await listening(program, port)
-    return Running(program=program, endpoint=Endpoint(name="nginx", port=port))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-async def listening(program: Program, port: int, patience: float = 60.0) -> None:
-    """Wait until it accepts connections; BenchFailed when it ends before or takes too long."""
-    for _ in range(int(patience / 0.05)):
-        if program.process.returncode is not None:
-            break
-        try:
-            _, writer = await asyncio.open_connection("127.0.0.1", port)
-        except OSError:
-            await asyncio.sleep(0.05)
-            continue
-        writer.close()
-        return
-    raise BenchFailed(f"{program.log.stem} does not listen on its port{program.last_words()}")
+    return Running(program=program, endpoint=Endpoint(name=name, port=port))
 
 
 CONTENDERS = {
     one.name: one
     for one in (
-        Contender(name="polynya", does="Anthropic in and out, capture, durable", start=_polynya),
+        Contender(name="polynya", does="whole hop, durable", start=_polynya),
         Contender(name="nginx", does="forwards", start=_nginx),
-        Contender(name="pass", does="forwards, least Python", start=_pass),
+        Contender(name="nginx-disk", does="forwards, own buffer sizes", start=_nginx_disk),
+        Contender(name="pass", does="forwards, Python", start=_pass),
+        *PEERS,
     )
 }

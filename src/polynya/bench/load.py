@@ -31,7 +31,8 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     """``anthropic`` or ``chat``."""
     paths: tuple[str, ...] = ("/v1/chat/completions",)
     """By session; the last one serves those beyond."""
-    headers: dict[str, str] = {}
+    authorizations: tuple[str, ...] = ()
+    """By session."""
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,7 +94,9 @@ class Agent:
         self.session = session
         self._peer: ClientPeer | None = None
         path = endpoint.paths[min(session, len(endpoint.paths) - 1)]
-        headers = {"content-type": "application/json", "anthropic-version": "2023-06-01", **endpoint.headers}
+        headers = {"content-type": "application/json", "anthropic-version": "2023-06-01"}
+        if endpoint.authorizations:
+            headers["authorization"] = endpoint.authorizations[session]
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         self._head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1:{endpoint.port}\r\n{lines}content-length: ".encode()
 
