@@ -89,8 +89,8 @@ def _targets_grid(report: dict[str, Any]) -> Grid:
     )
 
 
-def _targets(report: dict[str, Any]) -> list[tuple[str, float | None, str, float, str]]:
-    """What, how much, its unit, the most that it may be (negative: the least), and the target in words."""
+def _targets(report: dict[str, Any]) -> list[tuple[str, float | None, str, float | None, str]]:
+    """What, how much, its unit, the most that it may be (negative: the least; None: no target), and the target in words."""
     by_size = {size["size"]: size["contenders"] for size in report["sizes"]}
     large, extras = by_size.get("577k", {}), report["extras"]
     ours = large.get("polynya", {})
@@ -99,7 +99,7 @@ def _targets(report: dict[str, Any]) -> list[tuple[str, float | None, str, float
     agents = extras.get("agents", {}).get("contenders", {}).get("polynya", {})
     held, exact, window = extras.get("held", {}), extras.get("exact", {}), extras.get("window", {})
     stalls = ours.get("stalls", {})
-    found: list[tuple[str, float | None, str, float, str]] = [
+    found: list[tuple[str, float | None, str, float | None, str]] = [
         ("CPU at 577 KB, × nginx", _over(ours, large.get("nginx")), "", 3.0, "≤ 3"),
         ("CPU at 577 KB, × nginx with its own buffer sizes", _over(ours, large.get("nginx-disk")), "", 3.0, "≤ 3"),
         ("CPU at 577 KB, × the cheaper Rust router", _over(ours, router), "", 1.0, "≤ 1.0"),
@@ -114,6 +114,7 @@ def _targets(report: dict[str, Any]) -> list[tuple[str, float | None, str, float
         ("longest stall of the loop at 577 KB, without GC", stalls.get("busy_max_ms"), " ms", 10.0, "≤ 10 ms"),
         ("  the same by wall clock", stalls.get("wall_max_ms"), " ms", 10.0, "≤ 10 ms"),
         ("longest garbage collection at 577 KB", stalls.get("gc_max_ms"), " ms", 10.0, "≤ 10 ms"),
+        ("garbage collection, share of CPU", stalls.get("gc_share_of_cpu"), "", None, ""),
         ("agents at once: makespan, × ideal", agents.get("ratio"), "", 1.3, "≤ 1.3"),
         ("agents at once: upstream calls per request", agents.get("upstream_calls_per_request"), "", 1.0, "1"),
         (
@@ -158,8 +159,8 @@ def _said(value: float | None, unit: str) -> str:
     return _NONE if value is None else f"{value:.2f}".removesuffix(".00") + unit
 
 
-def _met(value: float | None, limit: float) -> str:
-    if value is None:
+def _met(value: float | None, limit: float | None) -> str:
+    if value is None or limit is None:
         return _NONE
     return "yes" if (value <= limit if limit >= 0 else value >= -limit) else "NO"
 

@@ -25,10 +25,13 @@ class StallMonitor:
         """Seconds of garbage collection since the last tick."""
         self._collecting = 0.0
         self._longest_collection = 0.0
+        self._all_collections = 0.0
+        self._begun = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
         gc.callbacks.append(self._collector)
+        self._begun = time.process_time()
         self._arm()
 
     def stop(self) -> dict[str, Any]:
@@ -43,6 +46,7 @@ class StallMonitor:
             "busy_max_ms": _ms(busy[-1]),
             "busy_p99_ms": _ms(busy[int(len(busy) * 0.99)]),
             "gc_max_ms": _ms(self._longest_collection),
+            "gc_share_of_cpu": round(self._all_collections / max(1e-9, time.process_time() - self._begun), 4),
             "ticks": len(wall),
         }
 
@@ -65,6 +69,7 @@ class StallMonitor:
         else:
             took = time.perf_counter() - self._collecting
             self._collected += took
+            self._all_collections += took
             self._longest_collection = max(self._longest_collection, took)
 
 
