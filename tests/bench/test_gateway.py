@@ -116,7 +116,7 @@ def test_a_wrong_capture_a_failed_request_and_a_missing_gateway_are_differences(
 @pytest.mark.parametrize(("exact", "code"), [(True, 0), (False, 1)])
 def test_exit_code_says_whether_the_capture_was_exact(monkeypatch: pytest.MonkeyPatch, exact: bool, code: int) -> None:
     async def made(*args: Any) -> dict[str, Any]:
-        machine = {"cpu": "x", "cores": 2, "python": "3", "date": "d", "load": [0, 0, 0]}
+        machine = {"cpu": "x", "cores": 2, "python": "3", "date": "d", "fdatasync_ms": 1.0, "load": [0, 0, 0]}
         return {
             "machine": machine,
             "sizes": [],

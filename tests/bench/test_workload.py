@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from polynya.bench.transcript import Requests
 from polynya.bench.workload import Call, Spec, Workload, call_number, long_session, spec_of
 from polynya.dialects.registry import DIALECTS
 from polynya.engines.wire import read_chat
@@ -67,9 +68,9 @@ def test_sessions_that_share_a_text_have_ids_of_their_own() -> None:
 
 @pytest.mark.parametrize("spec", [_SMALL, spec_of("2k"), spec_of("106k"), long_session()])
 def test_bodies_are_about_as_large_as_said_and_parse_in_both_dialects(spec: Spec) -> None:
-    variant = Workload(spec).variant(1)
-    for name, bodies in (("anthropic_messages", variant.anthropic), ("openai_chat", variant.chat)):
-        made = [_joined(bodies.parts(call_number(spec, 1, turn))) for turn in range(spec.turns)]
+    requests_of = Requests(Workload(spec))
+    for name, dialect in (("anthropic_messages", "anthropic"), ("openai_chat", "chat")):
+        made = [_joined(requests_of.parts(dialect, call_number(spec, 1, turn))) for turn in range(spec.turns)]
         assert sum(map(len, made)) / spec.turns == pytest.approx(spec.body_bytes, rel=0.15)
         requests = [DIALECTS[name].parse(body, "/v1/x") for body in made]
         assert requests[0].stream is (name == "anthropic_messages")
@@ -86,7 +87,7 @@ def test_bodies_are_about_as_large_as_said_and_parse_in_both_dialects(spec: Spec
 def test_what_the_agent_echoes_is_what_the_mock_said() -> None:
     workload = Workload(_SMALL)
     message = json.loads(_answer(workload, Call(0, 0, 1)))["choices"][0]["message"]
-    request = DIALECTS["openai_chat"].parse(_joined(workload.variant(0).chat.parts(Call(0, 0, 2))), "/v1/x")
+    request = DIALECTS["openai_chat"].parse(_joined(Requests(workload).parts("chat", Call(0, 0, 2))), "/v1/x")
     echoed = json.loads(bytes(request.messages[-2].raw))
     assert echoed["content"] == message["content"]
     assert echoed["tool_calls"][0]["function"] == message["tool_calls"][0]["function"]

@@ -15,15 +15,26 @@ from polynya.bench.processes import BenchFailed, Program
 
 
 async def _polynya(place: Place) -> Running:
-    folder = place.folder / "capture"
-    hosting = Hosting(spec=place.spec, upstream=place.upstream, folder=str(folder), sessions=place.sessions)
+    return await _polynya_with(place, "polynya", "fsync")
+
+
+async def _polynya_write(place: Place) -> Running:
+    """Its records are handed to the kernel and not waited for: what the disk itself costs is the difference."""
+    return await _polynya_with(place, "polynya-write", "write")
+
+
+async def _polynya_with(place: Place, name: str, durability: str) -> Running:
+    folder = place.folder / f"{name}.capture"
+    hosting = Hosting(
+        spec=place.spec, upstream=place.upstream, folder=str(folder), sessions=place.sessions, durability=durability
+    )
     program = await Program.module(
-        "hosted", msgspec.json.encode(hosting).decode(), core=place.core, log=place.folder / "polynya.log"
+        "hosted", msgspec.json.encode(hosting).decode(), core=place.core, log=place.folder / f"{name}.log"
     )
     ready = await program.read()
     if not ready["trainable"]:
         raise BenchFailed("the gateway finds the mock upstream not trainable")
-    endpoint = Endpoint(name="polynya", port=ready["port"], dialect="anthropic", paths=tuple(ready["paths"]))
+    endpoint = Endpoint(name=name, port=ready["port"], dialect="anthropic", paths=tuple(ready["paths"]))
     return Running(program=program, endpoint=endpoint)
 
 
@@ -100,6 +111,7 @@ CONTENDERS = {
     one.name: one
     for one in (
         Contender(name="polynya", does="whole hop, durable", start=_polynya),
+        Contender(name="polynya-write", does="whole hop, no fsync", start=_polynya_write),
         Contender(name="nginx", does="forwards", start=_nginx),
         Contender(name="nginx-disk", does="forwards, own buffer sizes", start=_nginx_disk),
         Contender(name="pass", does="forwards, Python", start=_pass),

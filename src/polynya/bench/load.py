@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import uvloop
 
+from polynya.bench.transcript import Requests
 from polynya.bench.wire import Peer, status_of
 from polynya.bench.workload import Call, Spec, Workload, call_number
 
@@ -140,17 +141,17 @@ class Agent:
 
 class Load:
     def __init__(self, spec: Spec) -> None:
-        self._workload = Workload(spec)
+        self._spec = spec
+        self._requests = Requests(Workload(spec))
         self._numbers: Counter[tuple[str, int]] = Counter()
 
     def next_call(self, contender: str, session: int) -> Call:
         number = self._numbers[contender, session]
         self._numbers[contender, session] += 1
-        return call_number(self._workload.spec, session, number)
+        return call_number(self._spec, session, number)
 
     def parts(self, dialect: str, call: Call) -> list[bytes | memoryview]:
-        variant = self._workload.variant(call.session)
-        return (variant.anthropic if dialect == "anthropic" else variant.chat).parts(call)
+        return self._requests.parts(dialect, call)
 
     def prepare(self, dialect: str, sessions: range) -> None:
         for session in sessions:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import statistics
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,20 @@ def machine() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "kernel": platform.release(),
         "python": platform.python_version(),
+        "fdatasync_ms": _fdatasync_ms(),
         "load": [round(value, 2) for value in os.getloadavg()],
         "date": time.strftime("%Y-%m-%d"),
     }
+
+
+def _fdatasync_ms() -> float:
+    """Median for 20 KB appended, where the journals of the bench lie."""
+    times = []
+    with tempfile.TemporaryFile() as file:
+        for _ in range(21):
+            file.write(b"x" * 20_000)
+            file.flush()
+            begun = time.perf_counter()
+            os.fdatasync(file.fileno())
+            times.append(time.perf_counter() - begun)
+    return round(statistics.median(times) * 1000, 2)

@@ -20,6 +20,7 @@ class Peer(asyncio.BufferedProtocol):
         self.buffer = bytearray(_FIRST)
         self.transport: asyncio.Transport | None = None
         self._have = 0
+        self._head = b""
         self._head_end = 0
         self._total = 0
         """Bytes of the message that is being read; 0: its head is not whole yet, -1: until the last chunk."""

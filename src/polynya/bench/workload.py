@@ -22,12 +22,11 @@ from polynya.schema import Float32Array, Int32Array
 _encode = msgspec.json.Encoder().encode
 SESSION_MARK = b"[[session "
 TURN_MARK = b"[[turn "
-_SESSION_TEXT = "[[session 00000 epoch 00000]]"
+SESSION_TEXT = "[[session 00000 epoch 00000]]"
 _MARK_IDS = 2
 """Ids of a prompt that name its session and its epoch."""
 _MARK_BASE = 10_000
 _VOCAB = 151_643
-_TOOLS = 18
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,22 +110,6 @@ class _Pieces:
         ]
 
 
-class Bodies(msgspec.Struct, frozen=True):
-    """All requests of one variant in one dialect: ``text[:cuts[turn]] + lasts[turn] + tail``, with the session at ``mark``."""
-
-    text: bytes
-    cuts: list[int]
-    lasts: list[bytes]
-    tail: bytes
-    mark: int
-
-    def parts(self, call: Call) -> list[bytes | memoryview]:
-        view = memoryview(self.text)
-        after = self.mark + len(_SESSION_TEXT)
-        name = b"[[session %05d epoch %05d]]" % (call.session, call.epoch)
-        return [view[: self.mark], name, view[after : self.cuts[call.turn]], self.lasts[call.turn], self.tail]
-
-
 class Variant:
     """One text: ids, replies and bodies."""
 
@@ -202,18 +185,6 @@ class Variant:
         )
         self._choices[turn] = made
         return made
-
-    @functools.cached_property
-    def anthropic(self) -> Bodies:
-        from polynya.bench.transcript import anthropic_bodies
-
-        return anthropic_bodies(self)
-
-    @functools.cached_property
-    def chat(self) -> Bodies:
-        from polynya.bench.transcript import chat_bodies
-
-        return chat_bodies(self)
 
 
 class Workload:
