@@ -38,7 +38,7 @@ async def test_report_has_every_figure_and_is_exact(tmp_path: Path) -> None:
     assert (report["exact"], report["differences"]) == (True, {})
     ours = report["sizes"][0]["contenders"]["polynya"]
     assert ours["cpu_us"] > 0 and ours["failures"] == 0 and ours["peak_rss"] > 1e6
-    assert ours["upstream_calls_per_request"] == 1.0 and ours["stalls"]["ticks"] > 0
+    assert ours["upstream_calls_per_request"] == 1.0 and ours["stalls_paced"]["ticks"] > 0
     assert ours["check"]["calls"] > 4
     agents = report["extras"]["agents"]["contenders"]["polynya"]
     assert (agents["most_in_flight"], agents["answered"], agents["makespan"] >= 0.1) == (4, 4, True)

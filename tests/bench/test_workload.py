@@ -60,6 +60,12 @@ def test_prompts_extend_within_an_epoch_and_break_between_two() -> None:
     assert made[3].prompt[0] == made[0].prompt[0] and not np.array_equal(made[3].prompt, made[0].prompt)
 
 
+def test_conversations_of_their_own_have_ids_of_their_own() -> None:
+    spec = spec_of("2k", sampled=40)
+    made = [Workload(spec).variant(0).expected(Call(0, 0, turn)) for turn in (0, 1)]
+    assert not np.array_equal(made[0].prompt, made[1].prompt) and not np.array_equal(made[0].sampled, made[1].sampled)
+
+
 def test_sessions_that_share_a_text_have_ids_of_their_own() -> None:
     workload = Workload(_SMALL)
     one, other = (workload.variant(session).expected(Call(session, 0, 0)).prompt for session in (0, 2))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import sys
 import time
 from collections import Counter
@@ -46,6 +47,8 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
     each: int = 0
     """Requests of each session; 0: as many as the seconds hold."""
+    think: float = 0.0
+    """Mean seconds that an agent waits before each request (exponential)."""
     direct: Endpoint | None = None
     """``latency`` asks it in turn with the contender."""
 
@@ -173,6 +176,8 @@ class Load:
         async def work(agent: Agent) -> None:
             done = 0
             while (not command.each or done < command.each) and time.perf_counter() < until:
+                if command.think:
+                    await asyncio.sleep(random.expovariate(1 / command.think))
                 took = await agent.ask(result)
                 done += 1
                 if took is not None:

@@ -15,6 +15,8 @@ import msgspec
 from polynya.bench.arena import Arena
 from polynya.bench.workload import Spec
 
+PACE = 20.0
+"""Requests a second: about a thousand agents whose turns take a minute."""
 _COLD = 2
 """Requests of each session before anything counts: connections, caches, the first whole prompt."""
 
@@ -95,15 +97,28 @@ def _row(rounds: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 async def _inside(arena: Arena, options: Options) -> dict[str, Any]:
-    """What polynya's own process can say: stalls of its loop under load, calls upstream for each request, exactness."""
+    """What polynya's own process can say: stalls of its loop, calls upstream for each request, exactness.
+
+    ``paced`` is a load that leaves it idle most of the time: there a stall is one piece of work, not a queue of them.
+    """
     await arena.upstream_stats()
     await arena.tell("polynya", "monitor")
-    result, _ = await arena.closed("polynya", sessions=options.connections, seconds=options.seconds)
-    stalls = await arena.tell("polynya", "stalls")
+    full, _ = await arena.closed("polynya", sessions=options.connections, seconds=options.seconds)
+    saturated = await arena.tell("polynya", "stalls")
+    await arena.tell("polynya", "monitor")
+    think = options.connections / PACE
+    calm, _ = await arena.closed("polynya", sessions=options.connections, seconds=2 * options.seconds, think=think)
+    paced = await arena.tell("polynya", "stalls")
     paths = (await arena.upstream_stats())["paths"]
     return {
-        "stalls": stalls,
-        "upstream_calls_per_request": round(sum(paths.values()) / max(1, result.requests), 3),
+        "stalls_paced": {
+            "rate": PACE,
+            "p50_ms": quantile(calm.latencies_ms, 0.5),
+            "p99_ms": quantile(calm.latencies_ms, 0.99),
+        }
+        | paced,
+        "stalls_saturated": saturated,
+        "upstream_calls_per_request": round(sum(paths.values()) / max(1, full.requests + calm.requests), 3),
         "check": await arena.tell("polynya", "check"),
     }
 

@@ -1,12 +1,13 @@
 """Programs of the bench: started on a core of their own, spoken to in lines of JSON, measured by the kernel's own counters.
 
-Invariant: whatever is started here is ended here, with all its children, also when the bench is interrupted.
+Invariant: whatever is started here is ended here, with all its children, also when the bench is interrupted or killed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import signal
 import sys
@@ -19,6 +20,8 @@ import msgspec
 from polynya.errors import PolynyaError
 
 _TICK = os.sysconf("SC_CLK_TCK")
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
 _LINE_LIMIT = 64 * 1024 * 1024
 
 
@@ -61,7 +64,7 @@ class Program:
                 cwd=cwd,
                 start_new_session=True,
                 limit=_LINE_LIMIT,
-                preexec_fn=lambda: os.sched_setaffinity(0, core),
+                preexec_fn=lambda: _prepare(core),
             )
         return cls(process, log)
 
@@ -104,6 +107,12 @@ class Program:
                 await asyncio.wait_for(self.process.wait(), 5.0)
         if self.process.stdin is not None:
             self.process.stdin.close()
+
+
+def _prepare(core: set[int]) -> None:
+    """In the child, before it is its own program: its core, and a signal for when the bench itself is killed."""
+    os.sched_setaffinity(0, core)
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def tree(root: int) -> list[int]:

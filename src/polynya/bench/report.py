@@ -98,7 +98,7 @@ def _targets(report: dict[str, Any]) -> list[tuple[str, float | None, str, float
     router = {"cpu_us": min(routers)} if routers else None
     agents = extras.get("agents", {}).get("contenders", {}).get("polynya", {})
     held, exact, window = extras.get("held", {}), extras.get("exact", {}), extras.get("window", {})
-    stalls = ours.get("stalls", {})
+    paced, saturated = ours.get("stalls_paced", {}), ours.get("stalls_saturated", {})
     found: list[tuple[str, float | None, str, float | None, str]] = [
         ("CPU at 577 KB, × nginx", _over(ours, large.get("nginx")), "", 3.0, "≤ 3"),
         ("CPU at 577 KB, × nginx with its own buffer sizes", _over(ours, large.get("nginx-disk")), "", 3.0, "≤ 3"),
@@ -112,10 +112,17 @@ def _targets(report: dict[str, Any]) -> list[tuple[str, float | None, str, float
         ),
         ("added p50 at 577 KB, one connection", ours.get("added_p50_ms"), " ms", 1.5, "≤ 1.5 ms"),
         ("  the same without fsync", large.get("polynya-write", {}).get("added_p50_ms"), " ms", 1.5, "≤ 1.5 ms"),
-        ("longest stall of the loop at 577 KB, without GC", stalls.get("busy_max_ms"), " ms", 10.0, "≤ 10 ms"),
-        ("  the same by wall clock", stalls.get("wall_max_ms"), " ms", 10.0, "≤ 10 ms"),
-        ("longest garbage collection at 577 KB", stalls.get("gc_max_ms"), " ms", 10.0, "≤ 10 ms"),
-        ("garbage collection, share of CPU", stalls.get("gc_share_of_cpu"), "", None, ""),
+        (
+            "longest stall of the loop at 577 KB, 20 requests/s, without GC",
+            paced.get("busy_max_ms"),
+            " ms",
+            10.0,
+            "≤ 10 ms",
+        ),
+        ("  the same by wall clock", paced.get("wall_max_ms"), " ms", None, ""),
+        ("  the same, saturated", saturated.get("busy_max_ms"), " ms", None, ""),
+        ("longest garbage collection, saturated", saturated.get("gc_max_ms"), " ms", None, ""),
+        ("garbage collection, share of CPU, saturated", saturated.get("gc_share_of_cpu"), "", None, ""),
         ("agents at once: makespan, × ideal", agents.get("ratio"), "", 1.3, "≤ 1.3"),
         ("agents at once: upstream calls per request", agents.get("upstream_calls_per_request"), "", 1.0, "1"),
         (

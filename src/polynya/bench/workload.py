@@ -117,7 +117,7 @@ class Variant:
         self.spec = spec
         self.number = number
         rng = np.random.default_rng([11, number])
-        total = spec.prompt_length(spec.turns) + spec.sampled
+        total = spec.prompt_length(spec.turns) + spec.sampled * (1 if spec.growth_ids else spec.turns)
         self.ids = np.exp(rng.uniform(np.log(8), np.log(_VOCAB), size=total)).astype(np.int32)
         self.mark_at = max(1, spec.first_ids // 8)
         self.picks = rng.integers(0, 8192, size=(spec.turns, spec.sampled))
@@ -127,11 +127,19 @@ class Variant:
         self._choices: dict[int, bytes] = {}
 
     def expected(self, call: Call) -> Expected:
-        end = self.spec.prompt_length(call.turn)
-        prompt = self.ids[:end].copy()
-        prompt[self.mark_at : self.mark_at + _MARK_IDS] = _MARK_BASE + call.session, _MARK_BASE + call.epoch
+        prompt = self.ids[: self.spec.prompt_length(call.turn)].copy()
+        prompt[self.mark_at : self.mark_at + _MARK_IDS] = self._mark(call)
         logprobs = pieces().logprobs[self.picks[call.turn]].astype(np.float32)
-        return Expected(prompt, self.ids[end : end + self.spec.sampled], logprobs)
+        return Expected(prompt, self._sampled(call.turn), logprobs)
+
+    def _mark(self, call: Call) -> tuple[int, int]:
+        """The ids that tell prompts apart. A turn has a mark of its own only where it does not extend the one before."""
+        later = call.epoch if self.spec.growth_ids else call.epoch * self.spec.turns + call.turn
+        return _MARK_BASE + call.session, _MARK_BASE + later
+
+    def _sampled(self, turn: int) -> Int32Array:
+        start = self.spec.prompt_length(turn) + (0 if self.spec.growth_ids else turn * self.spec.sampled)
+        return self.ids[start : start + self.spec.sampled]
 
     def reply_texts(self, turn: int) -> tuple[str, str]:
         """Content, and the arguments of the one tool call."""
@@ -147,7 +155,7 @@ class Variant:
         before, after = int(self._ends[self.mark_at - 1]) + 1, int(self._ends[self.mark_at + _MARK_IDS - 1])
         prompt = (
             text[:before],
-            b"%d,%d" % (_MARK_BASE + call.session, _MARK_BASE + call.epoch),
+            b"%d,%d" % self._mark(call),
             text[after : int(self._ends[end - 1])],
         )
         identity = b'{"id":"chatcmpl-%016x",' % number
@@ -176,7 +184,7 @@ class Variant:
                 b'"tool_calls":[%b],"reasoning":null},"logprobs":{"content":[' % (_encode(content), call_json),
                 b",".join([entries[pick] for pick in self.picks[turn]]),
                 b']},"finish_reason":"tool_calls","stop_reason":null,"token_ids":[',
-                ",".join(map(str, self.ids[end : end + sampled].tolist())).encode(),
+                ",".join(map(str, self._sampled(turn).tolist())).encode(),
                 b'],"routed_experts":null}],"service_tier":null,"system_fingerprint":"vllm-0.32.0-4610055f","usage":'
                 b'{"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d,"prompt_tokens_details":null,'
                 b'"completion_tokens_details":null},"prompt_logprobs":null,"prompt_token_ids":['
