@@ -24,6 +24,7 @@ class StallMonitor:
         self._collected = 0.0
         """Seconds of garbage collection since the last tick."""
         self._collecting = 0.0
+        """When the collection that is under way began; 0: none, or the tick has counted it."""
         self._longest_collection = 0.0
         self._all_collections = 0.0
         self._begun = 0.0
@@ -57,6 +58,8 @@ class StallMonitor:
         self._timer = asyncio.get_running_loop().call_later(_PERIOD, self._tick)
 
     def _tick(self) -> None:
+        # a thread that collected loses the interpreter before it can say that it is done
+        self._collection_over()
         gap = max(0.0, time.perf_counter() - self._due)
         used = time.process_time() - self._cpu
         self._wall.append(max(0.0, gap - self._collected))
@@ -67,7 +70,12 @@ class StallMonitor:
         if phase == "start":
             self._collecting = time.perf_counter()
         else:
+            self._collection_over()
+
+    def _collection_over(self) -> None:
+        if self._collecting:
             took = time.perf_counter() - self._collecting
+            self._collecting = 0.0
             self._collected += took
             self._all_collections += took
             self._longest_collection = max(self._longest_collection, took)
