@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +14,9 @@ import uvloop
 from rich.table import Table
 
 from polynya.bench.contenders import CONTENDERS
-from polynya.bench.measure import Options, measure
+from polynya.bench.gateway import EXTRAS, gateway_report
+from polynya.bench.measure import Options
+from polynya.bench.peers import ENVIRONMENTS
 from polynya.bench.report import Grid, grids, markdown
 from polynya.bench.workload import SIZES
 from polynya.cli.console import EXIT_INFRA, err, errors_said, out, print_json
@@ -57,35 +61,52 @@ def stages(
 
 @app.command()
 def gateway(
-    sizes: Annotated[str, typer.Option(help=f"Some of {','.join(SIZES)}.")] = ",".join(SIZES),
+    sizes: Annotated[str, typer.Option(help=f"Some of {','.join(SIZES)}; '' for none.")] = ",".join(SIZES),
+    beside: Annotated[
+        str, typer.Option("--with", help=f"Beside polynya: some of {','.join(list(CONTENDERS)[1:])}, or all.")
+    ] = "nginx,pass",
+    extras: Annotated[str, typer.Option(help=f"Some of {','.join(EXTRAS)}; '' for none.")] = ",".join(EXTRAS),
     sampled: Annotated[int, typer.Option(min=16, max=32_000, help="Sampled tokens of each reply.")] = 1000,
     seconds: Annotated[float, typer.Option(min=0.1, max=600, help="Of each round.")] = 3.0,
-    rounds: Annotated[int, typer.Option(min=1, max=100, help="Rounds over all contenders; medians are shown.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, max=100, help="Over all contenders; medians are shown.")] = 3,
     connections: Annotated[int, typer.Option(min=1, max=1024, help="Agents in the closed loop.")] = 16,
-    contenders: Annotated[str, typer.Option("--with", help="Beside polynya.")] = ",".join(list(CONTENDERS)[1:]),
+    agents: Annotated[int, typer.Option(min=1, max=4096, help="Agents at once on a slow engine.")] = 512,
+    upstream_seconds: Annotated[float, typer.Option(min=0.1, max=60, help="What the slow engine takes.")] = 2.0,
+    held: Annotated[int, typer.Option(min=1, max=512, help="Long sessions held for memory and disk.")] = 32,
+    install: Annotated[
+        bool, typer.Option("--install", help="First make the environments of those that lack one.")
+    ] = False,
     as_json: Annotated[bool, _JSON] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
+    keep: Annotated[Path | None, typer.Option(help="Also write the JSON object into this file.")] = None,
 ) -> None:
     """Replay coding agents' sessions against a mock of vLLM, through polynya's gateway and through others, on one core.
 
-    polynya is asked for Anthropic Messages and does the whole hop: parse, capture, durable record, render. The others are asked
-    for OpenAI chat. CPU is that of the contender's whole process tree, latencies are over the mock asked directly.
+    polynya and fastapi-hop are asked for streamed Anthropic Messages, the others for OpenAI chat. CPU is that of the contender's whole
+    process tree, latencies are over the mock asked directly. Exit code 1 when what was captured differs from what the mock said.
     """
     folder = Path(tempfile.mkdtemp(prefix="polynya-bench-"))
     try:
         with errors_said(as_json):
-            chosen = ("polynya", *_listed("--with", contenders, CONTENDERS))
+            others = list(CONTENDERS)[1:] if beside == "all" else _listed("--with", beside, CONTENDERS)
             options = Options(
                 seconds=seconds,
                 rounds=rounds,
                 connections=connections,
-                contenders=tuple(dict.fromkeys(chosen)),
                 sampled=sampled,
+                contenders=tuple(dict.fromkeys(("polynya", *others))),
+                agents=agents,
+                upstream_seconds=upstream_seconds,
+                held=held,
             )
-            names = _listed("--sizes", sizes, SIZES)
-            report = uvloop.run(measure(names, options, folder, lambda line: err.print(line, style="dim")))
+            work = _gateway(
+                _listed("--sizes", sizes, SIZES), _listed("--extras", extras, EXTRAS), options, folder, install
+            )
+            report = uvloop.run(work)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+    if keep is not None:
+        keep.write_text(json.dumps(report))
     if as_json:
         print_json(report)
     elif as_markdown:
@@ -96,7 +117,20 @@ def gateway(
     raise typer.Exit(0 if report["exact"] else EXIT_INFRA)
 
 
-def _listed(option: str, text: str, known: dict[str, Any]) -> list[str]:
+async def _gateway(
+    sizes: list[str], extras: list[str], options: Options, folder: Path, install: bool
+) -> dict[str, Any]:
+    def say(line: str) -> None:
+        err.print(line, style="dim", markup=False)
+
+    if install:
+        for name in options.contenders:
+            if name in ENVIRONMENTS:
+                await ENVIRONMENTS[name].install(say)
+    return await gateway_report(sizes, extras, options, folder, say)
+
+
+def _listed(option: str, text: str, known: Iterable[str]) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in known:
@@ -107,7 +141,7 @@ def _listed(option: str, text: str, known: dict[str, Any]) -> list[str]:
 def _table(grid: Grid) -> Table:
     table = Table(title=grid.title, header_style="bold", caption="\n".join(grid.notes), caption_justify="left")
     for index, column in enumerate(grid.columns):
-        table.add_column(column, justify="left" if index < 2 else "right")
+        table.add_column(column, justify="left" if index == 0 or column == "does" else "right")
     for row in grid.rows:
         table.add_row(*row)
     return table
