@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-<<<<<<< HEAD
-=======
 import random
->>>>>>> 97b387fbd882dd22383392c0079d5c1661ee35d6
 import sys
 import time
 from collections import Counter
@@ -20,10 +17,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import uvloop
 
-<<<<<<< HEAD
-=======
 from polynya.bench.transcript import Requests
->>>>>>> 97b387fbd882dd22383392c0079d5c1661ee35d6
 from polynya.bench.wire import Peer, status_of
 from polynya.bench.workload import Call, Spec, Workload, call_number
 
@@ -39,12 +33,8 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     """``anthropic`` or ``chat``."""
     paths: tuple[str, ...] = ("/v1/chat/completions",)
     """By session; the last one serves those beyond."""
-<<<<<<< HEAD
-    headers: dict[str, str] = {}
-=======
     authorizations: tuple[str, ...] = ()
     """By session."""
->>>>>>> 97b387fbd882dd22383392c0079d5c1661ee35d6
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,11 +47,8 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
     each: int = 0
     """Requests of each session; 0: as many as the seconds hold."""
-<<<<<<< HEAD
-=======
     think: float = 0.0
     """Mean seconds that an agent waits before each request (exponential)."""
->>>>>>> 97b387fbd882dd22383392c0079d5c1661ee35d6
     direct: Endpoint | None = None
     """``latency`` asks it in turn with the contender."""
 
@@ -111,13 +98,9 @@ class Agent:
         self.session = session
         self._peer: ClientPeer | None = None
         path = endpoint.paths[min(session, len(endpoint.paths) - 1)]
-<<<<<<< HEAD
-        headers = {"content-type": "application/json", "anthropic-version": "2023-06-01", **endpoint.headers}
-=======
         headers = {"content-type": "application/json", "anthropic-version": "2023-06-01"}
         if endpoint.authorizations:
             headers["authorization"] = endpoint.authorizations[session]
->>>>>>> 97b387fbd882dd22383392c0079d5c1661ee35d6
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         self._head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1:{endpoint.port}\r\n{lines}content-length: ".encode()
 
@@ -161,29 +144,17 @@ class Agent:
 
 class Load:
     def __init__(self, spec: Spec) -> None:
-<<<<<<< HEAD
-        self._workload = Workload(spec)
-=======
         self._spec = spec
         self._requests = Requests(Workload(spec))
->>>>>>> 97b387fbd882dd22383392c0079d5c1661ee35d6
         self._numbers: Counter[tuple[str, int]] = Counter()
 
     def next_call(self, contender: str, session: int) -> Call:
         number = self._numbers[contender, session]
         self._numbers[contender, session] += 1
-<<<<<<< HEAD
-        return call_number(self._workload.spec, session, number)
-
-    def parts(self, dialect: str, call: Call) -> list[bytes | memoryview]:
-        variant = self._workload.variant(call.session)
-        return (variant.anthropic if dialect == "anthropic" else variant.chat).parts(call)
-=======
         return call_number(self._spec, session, number)
 
     def parts(self, dialect: str, call: Call) -> list[bytes | memoryview]:
         return self._requests.parts(dialect, call)
->>>>>>> 97b387fbd882dd22383392c0079d5c1661ee35d6
 
     def prepare(self, dialect: str, sessions: range) -> None:
         for session in sessions:
@@ -205,11 +176,8 @@ class Load:
         async def work(agent: Agent) -> None:
             done = 0
             while (not command.each or done < command.each) and time.perf_counter() < until:
-<<<<<<< HEAD
-=======
                 if command.think:
                     await asyncio.sleep(random.expovariate(1 / command.think))
->>>>>>> 97b387fbd882dd22383392c0079d5c1661ee35d6
                 took = await agent.ask(result)
                 done += 1
                 if took is not None:

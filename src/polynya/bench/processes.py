@@ -1,20 +1,13 @@
 """Programs of the bench: started on a core of their own, spoken to in lines of JSON, measured by the kernel's own counters.
 
-<<<<<<< HEAD
-Invariant: whatever is started here is ended here, with all its children, also when the bench is interrupted.
-=======
 Invariant: whatever is started here is ended here, with all its children, also when the bench is interrupted or killed.
->>>>>>> 97b387fbd882dd22383392c0079d5c1661ee35d6
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-<<<<<<< HEAD
-=======
 import ctypes
->>>>>>> 97b387fbd882dd22383392c0079d5c1661ee35d6
 import os
 import signal
 import sys
@@ -27,11 +20,8 @@ import msgspec
 from polynya.errors import PolynyaError
 
 _TICK = os.sysconf("SC_CLK_TCK")
-<<<<<<< HEAD
-=======
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
->>>>>>> 97b387fbd882dd22383392c0079d5c1661ee35d6
 _LINE_LIMIT = 64 * 1024 * 1024
 
 
@@ -74,11 +64,7 @@ class Program:
                 cwd=cwd,
                 start_new_session=True,
                 limit=_LINE_LIMIT,
-<<<<<<< HEAD
-                preexec_fn=lambda: os.sched_setaffinity(0, core),
-=======
                 preexec_fn=lambda: _prepare(core),
->>>>>>> 97b387fbd882dd22383392c0079d5c1661ee35d6
             )
         return cls(process, log)
 
@@ -123,15 +109,12 @@ class Program:
             self.process.stdin.close()
 
 
-<<<<<<< HEAD
-=======
 def _prepare(core: set[int]) -> None:
     """In the child, before it is its own program: its core, and a signal for when the bench itself is killed."""
     os.sched_setaffinity(0, core)
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
->>>>>>> 97b387fbd882dd22383392c0079d5c1661ee35d6
 def tree(root: int) -> list[int]:
     """The process and all that descend from it."""
     children: dict[int, list[int]] = {}

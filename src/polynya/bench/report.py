@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""The figures as tables: on a terminal, and as Markdown. What is not measured is a dash, never a zero."""
-=======
 """The figures as tables: on a terminal, and as Markdown. What was not measured is a dash, never a zero."""
->>>>>>> 97b387fbd882dd22383392c0079d5c1661ee35d6
 
 from __future__ import annotations
 
@@ -11,15 +7,10 @@ from typing import Any
 import msgspec
 
 from polynya.bench.contenders import CONTENDERS
-<<<<<<< HEAD
-
-_MIB = 1024 * 1024
-=======
 from polynya.bench.peers import ROUTERS
 
 _MB = 1e6
 _NONE = "–"
->>>>>>> 97b387fbd882dd22383392c0079d5c1661ee35d6
 
 
 class Grid(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,15 +21,11 @@ class Grid(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def grids(report: dict[str, Any]) -> list[Grid]:
-<<<<<<< HEAD
-    return [_size_grid(size) for size in report["sizes"]]
-=======
     extras = report["extras"]
     found = [_size_grid(size) for size in report["sizes"]]
     if "agents" in extras:
         found.append(_agents_grid(extras["agents"]))
     return [*found, _targets_grid(report)]
->>>>>>> 97b387fbd882dd22383392c0079d5c1661ee35d6
 
 
 def _size_grid(size: dict[str, Any]) -> Grid:
@@ -47,11 +34,7 @@ def _size_grid(size: dict[str, Any]) -> Grid:
     for name, row in contenders.items():
         does = CONTENDERS[name].does
         if "missing" in row:
-<<<<<<< HEAD
-            rows.append([name, does, *["–"] * 7])
-=======
             rows.append([name, does, *[_NONE] * 7])
->>>>>>> 97b387fbd882dd22383392c0079d5c1661ee35d6
             notes.append(f"{name}: {row['missing']}")
             continue
         rows.append(
@@ -61,38 +44,21 @@ def _size_grid(size: dict[str, Any]) -> Grid:
                 f"{row['cpu_us']:,.0f}",
                 _ratio(row, contenders.get("nginx")),
                 _ratio(row, contenders.get("polynya")),
-<<<<<<< HEAD
-                f"{row['requests_per_core_second']:,}",
-                f"{row['added_p50_ms']:+.2f}",
-                f"{row['added_p99_ms']:+.1f}",
-                f"{row['peak_rss'] / _MIB:,.0f}",
-=======
                 f"{row['requests_per_core_second'] or 0:,}",
                 f"{row['added_p50_ms']:+.2f}",
                 f"{row['added_p99_ms']:+.1f}",
                 f"{row['peak_rss'] / _MB:,.0f}",
->>>>>>> 97b387fbd882dd22383392c0079d5c1661ee35d6
             ]
         )
         if row["failures"]:
             text = next(one["failure_text"] for one in row["rounds"] if one["failures"])
             notes.append(f"{name}: {row['failures']} requests failed: {text[:200]}")
     spec = size["spec"]
-<<<<<<< HEAD
-    title = f"{size['size']}: bodies of {spec['body_bytes'] // 1000} KB, {spec['prompt_ids']:,} prompt ids, {spec['sampled']:,} sampled"
-=======
     title = f"{spec['body_bytes'] // 1000} KB bodies, {spec['prompt_ids']:,} prompt ids, {spec['sampled']:,} sampled"
->>>>>>> 97b387fbd882dd22383392c0079d5c1661ee35d6
     columns = ["", "does", "CPU µs/request", "× nginx", "× polynya", "req/s/core", "+p50 ms", "+p99 ms", "RSS MB"]
     return Grid(title=title, columns=columns, rows=rows, notes=notes)
 
 
-<<<<<<< HEAD
-def _ratio(row: dict[str, Any], base: dict[str, Any] | None) -> str:
-    if base is None or not base.get("cpu_us"):
-        return "–"
-    return f"{row['cpu_us'] / base['cpu_us']:.2f}"
-=======
 def _agents_grid(extra: dict[str, Any]) -> Grid:
     rows, notes = [], []
     for name, row in extra["contenders"].items():
@@ -205,20 +171,12 @@ def _met(value: float | None, limit: float | None) -> str:
     if value is None or limit is None:
         return _NONE
     return "yes" if (value <= limit if limit >= 0 else value >= -limit) else "NO"
->>>>>>> 97b387fbd882dd22383392c0079d5c1661ee35d6
 
 
 def markdown(report: dict[str, Any]) -> str:
     parts = []
     for grid in grids(report):
         lines = [f"**{grid.title}**", "", "| " + " | ".join(grid.columns) + " |"]
-<<<<<<< HEAD
-        lines.append("|" + "|".join("---" if index < 2 else "--:" for index in range(len(grid.columns))) + "|")
-        lines += ["| " + " | ".join(row) + " |" for row in grid.rows]
-        lines += ["", *grid.notes]
-        parts.append("\n".join(lines).rstrip())
-    return "\n\n".join(parts) + "\n"
-=======
         lines.append("|" + "|".join("---" if _is_text(column) else "--:" for column in grid.columns) + "|")
         lines += ["| " + " | ".join(row) + " |" for row in grid.rows]
         lines += [line for note in grid.notes for line in ("", note)]
@@ -228,4 +186,3 @@ def markdown(report: dict[str, Any]) -> str:
 
 def _is_text(column: str) -> bool:
     return column in ("", "does", "figure")
->>>>>>> 97b387fbd882dd22383392c0079d5c1661ee35d6

@@ -24,22 +24,15 @@ class StallMonitor:
         self._collected = 0.0
         """Seconds of garbage collection since the last tick."""
         self._collecting = 0.0
-<<<<<<< HEAD
-        self._longest_collection = 0.0
-=======
         """When the collection that is under way began; 0: none, or the tick has counted it."""
         self._longest_collection = 0.0
         self._all_collections = 0.0
         self._begun = 0.0
->>>>>>> 97b387fbd882dd22383392c0079d5c1661ee35d6
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
         gc.callbacks.append(self._collector)
-<<<<<<< HEAD
-=======
         self._begun = time.process_time()
->>>>>>> 97b387fbd882dd22383392c0079d5c1661ee35d6
         self._arm()
 
     def stop(self) -> dict[str, Any]:
@@ -54,10 +47,7 @@ class StallMonitor:
             "busy_max_ms": _ms(busy[-1]),
             "busy_p99_ms": _ms(busy[int(len(busy) * 0.99)]),
             "gc_max_ms": _ms(self._longest_collection),
-<<<<<<< HEAD
-=======
             "gc_share_of_cpu": round(self._all_collections / max(1e-9, time.process_time() - self._begun), 4),
->>>>>>> 97b387fbd882dd22383392c0079d5c1661ee35d6
             "ticks": len(wall),
         }
 
@@ -68,11 +58,8 @@ class StallMonitor:
         self._timer = asyncio.get_running_loop().call_later(_PERIOD, self._tick)
 
     def _tick(self) -> None:
-<<<<<<< HEAD
-=======
         # a thread that collected loses the interpreter before it can say that it is done
         self._collection_over()
->>>>>>> 97b387fbd882dd22383392c0079d5c1661ee35d6
         gap = max(0.0, time.perf_counter() - self._due)
         used = time.process_time() - self._cpu
         self._wall.append(max(0.0, gap - self._collected))
@@ -83,10 +70,6 @@ class StallMonitor:
         if phase == "start":
             self._collecting = time.perf_counter()
         else:
-<<<<<<< HEAD
-            took = time.perf_counter() - self._collecting
-            self._collected += took
-=======
             self._collection_over()
 
     def _collection_over(self) -> None:
@@ -95,7 +78,6 @@ class StallMonitor:
             self._collecting = 0.0
             self._collected += took
             self._all_collections += took
->>>>>>> 97b387fbd882dd22383392c0079d5c1661ee35d6
             self._longest_collection = max(self._longest_collection, took)
 
 

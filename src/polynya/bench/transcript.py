@@ -5,23 +5,12 @@ Claude Code moves its cache marks with every turn, so a message's bytes change o
 
 from __future__ import annotations
 
-<<<<<<< HEAD
-=======
 from collections.abc import Callable
->>>>>>> 97b387fbd882dd22383392c0079d5c1661ee35d6
 from typing import Any
 
 import msgspec
 import numpy as np
 
-<<<<<<< HEAD
-from polynya.bench.workload import _SESSION_TEXT, _TOOLS, Bodies, Variant, source_text
-
-_encode = msgspec.json.Encoder().encode
-_MOVING = {"cache_control": {"type": "ephemeral"}}
-_SMALL = 10_000
-"""Bodies below have no tools and a short system prompt: what agents ask for titles and topics."""
-=======
 from polynya.bench.workload import SESSION_MARK, SESSION_TEXT, Call, Variant, Workload, source_text
 
 _encode = msgspec.json.Encoder().encode
@@ -59,7 +48,6 @@ class Requests:
             made = anthropic_bodies(variant) if dialect == "anthropic" else chat_bodies(variant)
             self._bodies[dialect, variant.number] = made
         return made.parts(call)
->>>>>>> 97b387fbd882dd22383392c0079d5c1661ee35d6
 
 
 class _Turn(msgspec.Struct):
@@ -82,24 +70,14 @@ def _script(variant: Variant) -> _Script:
     spec = variant.spec
     rng = np.random.default_rng([13, variant.number])
     if not spec.growth_ids:
-<<<<<<< HEAD
-        ask = f"{_SESSION_TEXT} Write a title for this:\n" + source_text(rng, max(200, spec.body_bytes - 700))
-=======
         ask = f"{SESSION_TEXT} Write a title for this:\n" + source_text(rng, max(200, spec.body_bytes - 700))
->>>>>>> 97b387fbd882dd22383392c0079d5c1661ee35d6
         return _Script("You write titles. " * 15, [], ask, [], 0)
     first = spec.body_bytes - spec.growth_bytes * (spec.turns - 1) // 2
     fixed = min(44_000, first // 2)
     tools = [_tool(rng, index, fixed * 2 // 3 // _TOOLS) for index in range(_TOOLS)]
-<<<<<<< HEAD
-    ask = f"{_SESSION_TEXT} Find out why the tests fail, and mend it.\n" + source_text(rng, 600)
-    room = first - fixed - 1400
-    before = max(0, room // spec.growth_bytes)
-=======
     ask = f"{SESSION_TEXT} Find out why the tests fail, and mend it.\n" + source_text(rng, 600)
     room = first - fixed - 1400
     before = max(1, room // spec.growth_bytes)
->>>>>>> 97b387fbd882dd22383392c0079d5c1661ee35d6
     ask += source_text(rng, max(1, room - before * spec.growth_bytes))
     turns = []
     for index in range(before + spec.turns - 1):
@@ -130,60 +108,24 @@ def _ask_text(script: _Script, turn: int) -> str:
 def anthropic_bodies(variant: Variant) -> Bodies:
     spec, script = variant.spec, _script(variant)
     system = [{"type": "text", "text": "You are Claude Code."}, {"type": "text", "text": script.system, **_MOVING}]
-<<<<<<< HEAD
-    head = b'{"model":"bench","max_tokens":32000,"system":%b,"tools":%b,"messages":[' % (
-        _encode(system),
-        _encode(script.tools),
-    )
-    if not script.tools:
-        head = head.replace(b'"tools":[],', b"")
-
-    def ask(turn: int, mark: dict[str, Any]) -> bytes:
-        return _encode({"role": "user", "content": [{"type": "text", "text": _ask_text(script, turn), **mark}]})
-=======
     tools = b'"tools":%b,' % _encode(script.tools) if script.tools else b""
     head = b'{"model":"bench","max_tokens":32000,"system":%b,%b"messages":[' % (_encode(system), tools)
 
     def ask(turn: int, last: bool) -> bytes:
         block = {"type": "text", "text": _ask_text(script, turn), **(_MOVING if last else {})}
         return _encode({"role": "user", "content": [block]})
->>>>>>> 97b387fbd882dd22383392c0079d5c1661ee35d6
 
     def assistant(index: int) -> bytes:
         turn = script.turns[index]
         use = {"type": "tool_use", "id": turn.call_id, "name": "Write", "input": msgspec.json.decode(turn.arguments)}
         return _encode({"role": "assistant", "content": [{"type": "text", "text": turn.said}, use]})
 
-<<<<<<< HEAD
-    def result(index: int, mark: dict[str, Any]) -> bytes:
-=======
     def result(index: int, last: bool) -> bytes:
->>>>>>> 97b387fbd882dd22383392c0079d5c1661ee35d6
         block = {
             "tool_use_id": script.turns[index].call_id,
             "type": "tool_result",
             "content": _result_text(script, index),
         }
-<<<<<<< HEAD
-        return _encode({"role": "user", "content": [{**block, **mark}]})
-
-    tail = b'],"metadata":{"user_id":"bench"},"stream":%b}' % (b"true" if spec.stream else b"false")
-    return _bodies(variant, script, head, ask, assistant, result, tail)
-
-
-def chat_bodies(variant: Variant) -> Bodies:
-    spec, script = variant.spec, _script(variant)
-    tools = [
-        {
-            "type": "function",
-            "function": {"name": t["name"], "description": t["description"], "parameters": t["input_schema"]},
-        }
-        for t in script.tools
-    ]
-    head = b'{"model":"bench","messages":[%b,' % _encode({"role": "system", "content": script.system})
-
-    def ask(turn: int, mark: dict[str, Any]) -> bytes:
-=======
         return _encode({"role": "user", "content": [{**block, **(_MOVING if last else {})}]})
 
     tail = b'],"metadata":{"user_id":"bench"},"stream":%b}' % (b"true" if spec.stream else b"false")
@@ -195,7 +137,6 @@ def chat_bodies(variant: Variant) -> Bodies:
     head = b'{"model":"bench","messages":[%b,' % _encode({"role": "system", "content": script.system})
 
     def ask(turn: int, last: bool) -> bytes:
->>>>>>> 97b387fbd882dd22383392c0079d5c1661ee35d6
         return _encode({"role": "user", "content": _ask_text(script, turn)})
 
     def assistant(index: int) -> bytes:
@@ -203,50 +144,6 @@ def chat_bodies(variant: Variant) -> Bodies:
         call = {"id": turn.call_id, "type": "function", "function": {"name": "Write", "arguments": turn.arguments}}
         return _encode({"role": "assistant", "content": turn.said, "tool_calls": [call]})
 
-<<<<<<< HEAD
-    def result(index: int, mark: dict[str, Any]) -> bytes:
-        return _encode(
-            {"role": "tool", "tool_call_id": script.turns[index].call_id, "content": _result_text(script, index)}
-        )
-
-    asks = {"max_tokens": 32000, "stream": False, "logprobs": True, "top_logprobs": 0, "return_token_ids": True}
-    tail = b"]" + (b',"tools":' + _encode(tools) if tools else b"") + b"," + _encode(asks)[1:]
-    assert spec.turns
-    return _bodies(variant, script, head, ask, assistant, result, tail)
-
-
-def _bodies(
-    variant: Variant, script: _Script, head: bytes, ask: Any, assistant: Any, result: Any, tail: bytes
-) -> Bodies:
-    spec = variant.spec
-    if not script.turns:
-        lasts = [ask(turn, _MOVING) for turn in range(spec.turns)]
-        # the mark lies in the last message here, so that every body is its own text
-        at = lasts[0].index(b"[[session ")
-        whole = [last[at + len(_SESSION_TEXT) :] for last in lasts]
-        text = head + lasts[0][: at + len(_SESSION_TEXT)]
-        return Bodies(text, [len(text)] * spec.turns, whole, tail, len(head) + at)
-    parts, cuts, lasts, size = [head], [], [], len(head)
-
-    def add(part: bytes) -> None:
-        nonlocal size
-        parts.append(part)
-        size += len(part)
-
-    if script.before == 0:
-        cuts.append(size)
-        lasts.append(ask(0, _MOVING))
-        raise ValueError("a growing session has turns before its first request")
-    add(ask(99999, {}) + b",")
-    for index in range(len(script.turns)):
-        add(assistant(index) + b",")
-        if index >= script.before - 1:
-            cuts.append(size)
-            lasts.append(result(index, _MOVING))
-        add(result(index, {}) + b",")
-    text = b"".join(parts)
-    return Bodies(text, cuts, lasts, tail, text.index(b"[[session "))
-=======
     def result(index: int, last: bool) -> bytes:
         call_id = script.turns[index].call_id
         return _encode({"role": "tool", "tool_call_id": call_id, "content": _result_text(script, index)})
@@ -292,4 +189,3 @@ def _single_asks(variant: Variant, writer: _Writer, head: bytes, tail: bytes) ->
     end = asks[0].index(SESSION_MARK) + len(SESSION_TEXT)
     text = head + asks[0][:end]
     return Bodies(text, [len(text)] * len(asks), [ask[end:] for ask in asks], tail, text.index(SESSION_MARK))
->>>>>>> 97b387fbd882dd22383392c0079d5c1661ee35d6

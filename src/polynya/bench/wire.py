@@ -20,10 +20,7 @@ class Peer(asyncio.BufferedProtocol):
         self.buffer = bytearray(_FIRST)
         self.transport: asyncio.Transport | None = None
         self._have = 0
-<<<<<<< HEAD
-=======
         self._head = b""
->>>>>>> 97b387fbd882dd22383392c0079d5c1661ee35d6
         self._head_end = 0
         self._total = 0
         """Bytes of the message that is being read; 0: its head is not whole yet, -1: until the last chunk."""

@@ -22,19 +22,11 @@ from polynya.schema import Float32Array, Int32Array
 _encode = msgspec.json.Encoder().encode
 SESSION_MARK = b"[[session "
 TURN_MARK = b"[[turn "
-<<<<<<< HEAD
-_SESSION_TEXT = "[[session 00000 epoch 00000]]"
-=======
 SESSION_TEXT = "[[session 00000 epoch 00000]]"
->>>>>>> 97b387fbd882dd22383392c0079d5c1661ee35d6
 _MARK_IDS = 2
 """Ids of a prompt that name its session and its epoch."""
 _MARK_BASE = 10_000
 _VOCAB = 151_643
-<<<<<<< HEAD
-_TOOLS = 18
-=======
->>>>>>> 97b387fbd882dd22383392c0079d5c1661ee35d6
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,25 +110,6 @@ class _Pieces:
         ]
 
 
-<<<<<<< HEAD
-class Bodies(msgspec.Struct, frozen=True):
-    """All requests of one variant in one dialect: ``text[:cuts[turn]] + lasts[turn] + tail``, with the session at ``mark``."""
-
-    text: bytes
-    cuts: list[int]
-    lasts: list[bytes]
-    tail: bytes
-    mark: int
-
-    def parts(self, call: Call) -> list[bytes | memoryview]:
-        view = memoryview(self.text)
-        after = self.mark + len(_SESSION_TEXT)
-        name = b"[[session %05d epoch %05d]]" % (call.session, call.epoch)
-        return [view[: self.mark], name, view[after : self.cuts[call.turn]], self.lasts[call.turn], self.tail]
-
-
-=======
->>>>>>> 97b387fbd882dd22383392c0079d5c1661ee35d6
 class Variant:
     """One text: ids, replies and bodies."""
 
@@ -144,11 +117,7 @@ class Variant:
         self.spec = spec
         self.number = number
         rng = np.random.default_rng([11, number])
-<<<<<<< HEAD
-        total = spec.prompt_length(spec.turns) + spec.sampled
-=======
         total = spec.prompt_length(spec.turns) + spec.sampled * (1 if spec.growth_ids else spec.turns)
->>>>>>> 97b387fbd882dd22383392c0079d5c1661ee35d6
         self.ids = np.exp(rng.uniform(np.log(8), np.log(_VOCAB), size=total)).astype(np.int32)
         self.mark_at = max(1, spec.first_ids // 8)
         self.picks = rng.integers(0, 8192, size=(spec.turns, spec.sampled))
@@ -158,13 +127,6 @@ class Variant:
         self._choices: dict[int, bytes] = {}
 
     def expected(self, call: Call) -> Expected:
-<<<<<<< HEAD
-        end = self.spec.prompt_length(call.turn)
-        prompt = self.ids[:end].copy()
-        prompt[self.mark_at : self.mark_at + _MARK_IDS] = _MARK_BASE + call.session, _MARK_BASE + call.epoch
-        logprobs = pieces().logprobs[self.picks[call.turn]].astype(np.float32)
-        return Expected(prompt, self.ids[end : end + self.spec.sampled], logprobs)
-=======
         prompt = self.ids[: self.spec.prompt_length(call.turn)].copy()
         prompt[self.mark_at : self.mark_at + _MARK_IDS] = self._mark(call)
         logprobs = pieces().logprobs[self.picks[call.turn]].astype(np.float32)
@@ -178,7 +140,6 @@ class Variant:
     def _sampled(self, turn: int) -> Int32Array:
         start = self.spec.prompt_length(turn) + (0 if self.spec.growth_ids else turn * self.spec.sampled)
         return self.ids[start : start + self.spec.sampled]
->>>>>>> 97b387fbd882dd22383392c0079d5c1661ee35d6
 
     def reply_texts(self, turn: int) -> tuple[str, str]:
         """Content, and the arguments of the one tool call."""
@@ -194,11 +155,7 @@ class Variant:
         before, after = int(self._ends[self.mark_at - 1]) + 1, int(self._ends[self.mark_at + _MARK_IDS - 1])
         prompt = (
             text[:before],
-<<<<<<< HEAD
-            b"%d,%d" % (_MARK_BASE + call.session, _MARK_BASE + call.epoch),
-=======
             b"%d,%d" % self._mark(call),
->>>>>>> 97b387fbd882dd22383392c0079d5c1661ee35d6
             text[after : int(self._ends[end - 1])],
         )
         identity = b'{"id":"chatcmpl-%016x",' % number
@@ -227,11 +184,7 @@ class Variant:
                 b'"tool_calls":[%b],"reasoning":null},"logprobs":{"content":[' % (_encode(content), call_json),
                 b",".join([entries[pick] for pick in self.picks[turn]]),
                 b']},"finish_reason":"tool_calls","stop_reason":null,"token_ids":[',
-<<<<<<< HEAD
-                ",".join(map(str, self.ids[end : end + sampled].tolist())).encode(),
-=======
                 ",".join(map(str, self._sampled(turn).tolist())).encode(),
->>>>>>> 97b387fbd882dd22383392c0079d5c1661ee35d6
                 b'],"routed_experts":null}],"service_tier":null,"system_fingerprint":"vllm-0.32.0-4610055f","usage":'
                 b'{"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d,"prompt_tokens_details":null,'
                 b'"completion_tokens_details":null},"prompt_logprobs":null,"prompt_token_ids":['
@@ -241,21 +194,6 @@ class Variant:
         self._choices[turn] = made
         return made
 
-<<<<<<< HEAD
-    @functools.cached_property
-    def anthropic(self) -> Bodies:
-        from polynya.bench.transcript import anthropic_bodies
-
-        return anthropic_bodies(self)
-
-    @functools.cached_property
-    def chat(self) -> Bodies:
-        from polynya.bench.transcript import chat_bodies
-
-        return chat_bodies(self)
-
-=======
->>>>>>> 97b387fbd882dd22383392c0079d5c1661ee35d6
 
 class Workload:
     def __init__(self, spec: Spec) -> None:
