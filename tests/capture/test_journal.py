@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from polynya.capture import journal as module
-from polynya.capture.journal import Journal, JournalScan, read_journal, segments
+from polynya.capture.journal import Journal, JournalScan, _Entry, _settle, read_journal, segments
 from polynya.capture.records import SessionOpened, SessionSealed
 from polynya.config import JournalSettings
 from polynya.errors import CaptureError, DiskFull
@@ -267,3 +267,11 @@ def test_sigkill_loses_no_acknowledged_record(tmp_path: Path) -> None:
         victim.wait()
         found = [item for item in read_journal(directory) if isinstance(item, SessionSealed)]
         assert [item.session_id for item in found[:acknowledged]] == [f"s{i}" for i in range(acknowledged)]
+
+
+def test_caller_whose_loop_is_closed_is_passed_over() -> None:
+    loop = asyncio.new_event_loop()
+    entry = _Entry(b"", True, loop.create_future())
+    loop.close()
+    _settle([entry], None)
+    assert not entry.future.done()

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polynya.capture.calls import StoredCall, best_base
+from polynya.capture.calls import StoredCall
 from polynya.capture.journal import Journal
+from polynya.capture.prompts import Leaf, best_base
 from polynya.capture.records import CallDelivered, CallIntent, CallOutcome, SessionOpened, decode, encode
 from polynya.capture.store import CallEnd, CallStart, CaptureStore, SessionCapture, recover, replay
 from polynya.errors import CaptureError, DiskFull
@@ -190,6 +191,9 @@ async def test_more_branches_than_are_kept_at_hand_still_rebuild_exactly(bench: 
 class Full:
     """A journal whose disk is full."""
 
+    def note(self, record: object) -> None:
+        pass
+
     def append(self, record: object, *, durable: bool) -> Any:
         future = asyncio.get_running_loop().create_future()
         future.set_exception(DiskFull(f"no space: {errno.ENOSPC}"))
@@ -222,11 +226,29 @@ async def test_lost_delivery_note_of_a_cancelled_append_is_no_error(bench: Bench
         future.cancel()
         return future
 
-    bench.journal.append = cancelled  # type: ignore[method-assign]
     bench.store.delivered(capture, call)
+    bench.journal.append = cancelled  # type: ignore[method-assign]
+    bench.journal._flush_notes()
     bench.journal.append = appended  # type: ignore[method-assign]
     await bench.store.seal(capture)
     assert call.delivered
+
+
+async def test_delivery_is_on_record_soon_though_nothing_follows(bench: Bench, tmp_path: Path) -> None:
+    capture = await bench.store.open_session("s", 1)
+    calls = [await bench.call(capture, [1], [2]) for _ in range(2)]
+    flush, flushed = bench.journal._flush_notes, asyncio.Event()
+
+    def watched() -> None:
+        flush()
+        flushed.set()
+
+    bench.journal._flush_notes = watched  # type: ignore[method-assign]
+    for call in calls:
+        bench.store.delivered(capture, call)
+    await flushed.wait()
+    await bench.journal.close()
+    assert [call.delivered for call in recover(tmp_path)[("s", 1)].calls] == [True, True]
 
 
 async def test_recovery_gives_back_every_acknowledged_call(bench: Bench, tmp_path: Path) -> None:
@@ -307,9 +329,7 @@ def test_call_without_tools_on_record_has_none() -> None:
 
 
 def test_no_leaf_that_shares_anything_is_no_base() -> None:
-    assert best_base(
-        np.array([1], dtype=np.int32), [(StoredCall(intent("c0"), None), np.array([2], dtype=np.int32))]
-    ) == (None, 0)
+    assert best_base(np.array([1], dtype=np.int32), [Leaf(StoredCall(intent("c0"), None))]) == (None, 0)
 
 
 @st.composite

@@ -41,7 +41,7 @@ def test_help_of_each_verb_names_its_options(cli: Cli, verb: str) -> None:
         "run": ["--engine", "--model", "--out", "--resume", "--concurrency", "--samples", "--text-only", "--json"],
         "gateway": ["--engine", "--run", "--port", "base_url", "session_key"],
         "view": ["--output", "--no-open", "--json"],
-        "bench": ["--sessions", "--calls", "--runtime", "--json"],
+        "bench": ["stages", "gateway"],
         "doctor": ["--engine", "--json", "Exit code 0"],
         "demo": ["--engine", "--out"],
     }

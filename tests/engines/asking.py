@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from polynya.dialects.neutral import ChatMessage, ChatRequest, ToolSpec
+from polynya.dialects.wire import chat_message
 from polynya.engines.base import EffectiveSampling, EngineRequest
 from polynya.schema import Int32Array
 
@@ -21,8 +22,7 @@ BASH: dict[str, Any] = {
 
 
 def message(role: str, text: str) -> ChatMessage:
-    raw = msgspec.Raw(msgspec.json.encode({"role": role, "content": text}))
-    return ChatMessage(role=role, text=text, raw=raw)  # type: ignore[arg-type]
+    return chat_message(role, text=text)  # type: ignore[arg-type]
 
 
 def chat(*texts: str, tools: list[dict[str, Any]] | None = None, **rest: Any) -> ChatRequest:

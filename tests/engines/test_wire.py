@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polynya.dialects.neutral import ChatMessage, ChatRequest
-from polynya.engines.wire import chat_fields, parse_ids, prompt_ids_of, read_chat
+from polynya.engines.wire import chat_fields, cut_prompt, parse_ids, read_chat
 from polynya.errors import EngineProtocolError
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "engines"
@@ -134,15 +134,18 @@ def test_the_key_inside_a_string_is_not_taken_for_the_ids() -> None:
         "choices": [{"message": {"content": 'say "prompt_token_ids":[9,9]'}}],
         "prompt_token_ids": [1, 2],
     }
-    found = prompt_ids_of(json.dumps(document, separators=(",", ":")).encode(), "test")
+    rest, prompt = cut_prompt(json.dumps(document, separators=(",", ":")).encode())
+    found = read_chat(rest, "test", prompt).prompt_ids
     assert found is not None and found.tolist() == [1, 2]
+    assert prompt is not None
 
 
 @pytest.mark.parametrize("echo", [{"prompt_token_ids": [7]}, None])
 def test_a_key_that_is_there_twice_or_spaced_is_decoded_in_full(echo: object) -> None:
     document = {"kv_transfer_params": echo, "choices": [{"message": {}}], "prompt_token_ids": [1, 2]}
     for body in (json.dumps(document), json.dumps(document, separators=(",", ":"))):
-        found = prompt_ids_of(body.encode(), "test")
+        rest, prompt = cut_prompt(body.encode())
+        found = read_chat(rest, "test", prompt).prompt_ids
         assert found is not None and found.tolist() == [1, 2]
 
 
@@ -162,15 +165,15 @@ def test_a_request_holds_the_clients_bytes() -> None:
     chat = ChatRequest(
         dialect="chat",
         model="m",
-        messages=[ChatMessage(role="user", text="é", raw=msgspec.Raw(raw))],
+        messages=[ChatMessage(role="user", raw=raw)],
         tools_raw=msgspec.Raw(b'[ {"type":"function"} ]'),
         tool_choice=msgspec.Raw(b'"auto"'),
         parallel_tool_calls=False,
         template_kwargs=msgspec.Raw(b'{"enable_thinking":false}'),
     )
-    body = chat_fields(chat, {"n": 1}, whole=True)
+    body = b"".join(chat_fields(chat, {"n": 1}, whole=True))
     assert raw in body and b'[ {"type":"function"} ]' in body
     document = json.loads(body)
     assert document["tool_choice"] == "auto" and document["parallel_tool_calls"] is False
     assert document["chat_template_kwargs"] == {"enable_thinking": False} and document["n"] == 1
-    assert "tool_choice" not in json.loads(chat_fields(chat))
+    assert "tool_choice" not in json.loads(b"".join(chat_fields(chat)))

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from polynya.capture.records import CallIntent, CallOutcome
 from polynya.schema import Exclusion, Float32Array, Int32Array, Lane, PolicySpan
-from polynya.tokens.validate import common_prefix
+from polynya.tokens.printed import reread
 
 EMPTY_IDS: Int32Array = np.zeros(0, dtype=np.int32)
 EMPTY_LOGPROBS: Float32Array = np.zeros(0, dtype=np.float32)
@@ -30,18 +31,27 @@ class StoredCall:
         self._id_base: StoredCall | None = None
         self._keep = 0
         self._context = EMPTY_IDS
+        self._context_text: bytes | None = None
+        self._context_len = 0
         self._sampled = EMPTY_IDS
         self._logprobs = EMPTY_LOGPROBS
 
-    def complete(self, record: CallOutcome, id_base: StoredCall | None) -> None:
-        """Take the outcome; the arrays stay views of the record's bytes."""
-        self.outcome_record = record
+    def complete(self, record: CallOutcome, id_base: StoredCall | None, context_text: bytes | None = None) -> None:
+        """Take the outcome; the arrays stay views of the record's bytes.
+
+        ``context_text``: the context as printed. Then that is kept, since the calls that follow are compared in this form,
+        and the ids are read from it when they are asked for.
+        """
+        self._context_len = len(record.context) // EMPTY_IDS.itemsize
+        self._context_text = context_text
+        if context_text is None:
+            self._context = np.frombuffer(record.context, dtype="<i4")
+        self._sampled = np.frombuffer(record.sampled, dtype="<i4")
+        self._logprobs = np.frombuffer(record.logprobs, dtype="<f4")
+        self.outcome_record = msgspec.structs.replace(record, context=b"", sampled=b"", logprobs=b"")
         self.ended_at = record.at
         self._id_base = id_base
         self._keep = record.keep
-        self._context = np.frombuffer(record.context, dtype="<i4")
-        self._sampled = np.frombuffer(record.sampled, dtype="<i4")
-        self._logprobs = np.frombuffer(record.logprobs, dtype="<f4")
 
     @property
     def call_id(self) -> str:
@@ -88,12 +98,12 @@ class StoredCall:
     @property
     def prompt_len(self) -> int:
         record = self.outcome_record
-        return self._keep + len(self._context) or (record.usage[0] if record else 0)
+        return self._keep + self._context_len or (record.usage[0] if record else 0)
 
     @property
     def context_ids(self) -> Int32Array:
         """The stored part of the prompt, after ``keep`` ids of ``id_base``."""
-        return self._context
+        return self._context if self._context_text is None else reread(self._context_text)
 
     @property
     def id_base(self) -> StoredCall | None:
@@ -105,18 +115,18 @@ class StoredCall:
 
     @property
     def prompt_ids(self) -> Int32Array:
-        total = self._keep + len(self._context)
+        total = self._keep + self._context_len
         ids = np.empty(total, dtype=np.int32)
         call: StoredCall = self
         end = total
         while True:
             start = min(end, call._keep)
-            ids[start:end] = call._context[: end - start]
+            ids[start:end] = call.context_ids[: end - start]
             end = start
             base = call._id_base
             if base is None or end == 0:
                 return ids
-            base_prompt = base._keep + len(base._context)
+            base_prompt = base._keep + base._context_len
             if end > base_prompt:
                 ids[base_prompt:end] = base._sampled[: end - base_prompt]
                 end = base_prompt
@@ -173,14 +183,6 @@ class StoredCall:
 def shared_messages(messages: list[bytes], other: list[bytes]) -> int:
     """How many leading raw messages are equal."""
     n = min(len(messages), len(other))
+    if messages[:n] == other[:n]:
+        return n
     return next((i for i in range(n) if messages[i] != other[i]), n)
-
-
-def best_base(prompt: Int32Array, leaves: list[tuple[StoredCall, Int32Array]]) -> tuple[StoredCall | None, int]:
-    """The leaf that holds the longest common prefix with ``prompt``, and its length; (None, 0) when none shares anything."""
-    best: tuple[StoredCall | None, int] = (None, 0)
-    for call, full in leaves:
-        shared = common_prefix(prompt, full)
-        if shared > best[1]:
-            best = (call, shared)
-    return best

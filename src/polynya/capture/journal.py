@@ -26,6 +26,7 @@ from polynya.config import JournalSettings
 from polynya.errors import CaptureError, DiskFull
 
 _GROUP = 256
+_NOTE_SECONDS = 0.05
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NO_PERMISSION = {errno.EACCES, errno.EPERM, errno.EROFS}
 
@@ -47,6 +48,7 @@ class Journal:
         self.settings = settings or JournalSettings()
         self._queue: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._notes: list[Record] = []
         self._fd = -1
         self._sync = b""
         self._size = 0
@@ -66,6 +68,8 @@ class Journal:
 
         It raises DiskFull or CaptureError when the record could not be written; then nothing of it is in the journal.
         """
+        if self._notes:
+            self._flush_notes()
         future = asyncio.get_running_loop().create_future()
         if self._thread is None:
             future.set_exception(CaptureError("the journal is closed", fix="start() it first"))
@@ -80,8 +84,20 @@ class Journal:
         self._queue.put(_Entry(payload, durable, future))
         return future
 
+    def note(self, record: Record) -> None:
+        """Queue a record that nobody waits for and whose loss is harmless: it goes with the next one, or soon by itself."""
+        self._notes.append(record)
+        if len(self._notes) == 1:
+            asyncio.get_running_loop().call_later(_NOTE_SECONDS, self._flush_notes)
+
+    def _flush_notes(self) -> None:
+        notes, self._notes = self._notes, []
+        for record in notes:
+            self.append(record, durable=False).add_done_callback(_retrieve)
+
     async def close(self) -> None:
         """Write what is queued, sync, and stop. Idempotent."""
+        self._flush_notes()
         thread, self._thread = self._thread, None
         if thread is not None:
             self._queue.put(None)
@@ -171,6 +187,11 @@ class Journal:
                 os.fdatasync(self._fd)
             os.close(self._fd)
             self._fd = -1
+
+
+def _retrieve(written: asyncio.Future[None]) -> None:
+    if not written.cancelled():
+        written.exception()
 
 
 def _settle(entries: list[_Entry], error: CaptureError | None) -> None:

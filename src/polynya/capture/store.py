@@ -8,7 +8,7 @@ counted). ``recover`` rebuilds from a journal what a killed process had been tol
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,16 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from polynya.capture.calls import StoredCall, best_base, shared_messages
+from polynya.capture.calls import StoredCall, shared_messages
 from polynya.capture.journal import Journal, JournalScan, read_journal
+from polynya.capture.prompts import Leaf, Placed, place
 from polynya.capture.records import CallDelivered, CallIntent, CallOutcome, Record, SessionOpened, SessionSealed
 from polynya.errors import CaptureError
 from polynya.schema import Exclusion, Float32Array, Int32Array, Lane, PolicySpan
+from polynya.tokens.printed import print_ids
 
 _LEAVES = 4
-"""Branches of a session whose whole ids are kept at hand for the next delta (two of them alive is rare)."""
+"""Branches of a session that the next prompt is compared with (two of them alive is rare)."""
 
 
 class CallStart(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,8 +47,11 @@ class CallEnd(msgspec.Struct, frozen=True, kw_only=True):
 
     outcome: str
     finish_reason: str = ""
-    prompt_ids: Int32Array | None = None
+    prompt_ids: Int32Array | Placed | None = None
+    """``SessionCapture.leaves`` tells where a prompt has its place; an array is placed when it is written."""
     sampled_ids: Int32Array | None = None
+    sampled_text: bytes = b""
+    """``sampled_ids`` in canonical print; empty: not known."""
     logprobs: Float32Array | None = None
     usage: tuple[int, int] = (0, 0)
     policy_spans: list[PolicySpan] = []
@@ -72,7 +77,9 @@ class SessionCapture:
         """In order of commit."""
         self.sealed = False
         self.late_writes = 0
-        self._leaves: OrderedDict[str, Int32Array] = OrderedDict()
+        self._leaves: OrderedDict[str, Leaf] = OrderedDict()
+        self._recent: deque[tuple[StoredCall, CallStart]] = deque(maxlen=_LEAVES)
+        """Calls begun last and what they began with, for the next delta."""
 
     @property
     def calls(self) -> list[StoredCall]:
@@ -83,18 +90,36 @@ class SessionCapture:
     def sampled_tokens(self) -> int:
         return sum(call.sampled_count for call in self.committed)
 
-    def leaves(self) -> list[tuple[StoredCall, Int32Array]]:
-        return [(self.begun[call_id], full) for call_id, full in reversed(self._leaves.items())]
+    def leaves(self) -> list[Leaf]:
+        """What a new prompt may extend, the latest first."""
+        return list(reversed(self._leaves.values()))
 
-    def remember_leaf(self, call: StoredCall, full: Int32Array, extended: StoredCall | None) -> None:
+    def remember_leaf(self, leaf: Leaf, extended: StoredCall | None) -> None:
         if extended is not None:
             self._leaves.pop(extended.call_id, None)
-        self._leaves[call.call_id] = full
+        self._leaves[leaf.call.call_id] = leaf
         while len(self._leaves) > _LEAVES:
             self._leaves.popitem(last=False)
 
+    def enter(self, call: StoredCall, start: CallStart) -> None:
+        """Its intent is written."""
+        self.begun[call.call_id] = call
+        self._recent.appendleft((call, start))
+
+    def base_of(self, start: CallStart) -> tuple[StoredCall | None, int, bool]:
+        """The recent call that shares most leading messages, how many these are, and whether its tools are the same."""
+        best: tuple[StoredCall | None, int, bool] = (None, 0, False)
+        for call, theirs in self._recent:
+            shared = shared_messages(start.messages, theirs.messages)
+            if shared > best[1]:
+                best = (call, shared, start.tools == theirs.tools)
+            if shared == len(theirs.messages):
+                break
+        return best
+
     def forget_leaves(self) -> None:
         self._leaves.clear()
+        self._recent.clear()
 
 
 class CaptureStore:
@@ -125,8 +150,7 @@ class CaptureStore:
             raise CaptureError(f"session {capture.session_id} is sealed", fix="its key is revoked")
         index = capture.next_index
         capture.next_index += 1
-        base, keep = _message_base(capture, start.messages)
-        same_tools = base is not None and base.tools == start.tools
+        base, keep, same_tools = capture.base_of(start)
         intent = CallIntent(
             session_id=capture.session_id,
             attempt=capture.attempt,
@@ -150,19 +174,18 @@ class CaptureStore:
             await asyncio.shield(written)
         except asyncio.CancelledError:
             # The record may be written all the same: then the call was begun, for us as for whoever reads the journal.
-            written.add_done_callback(lambda done: _enter(capture, call, done))
+            written.add_done_callback(lambda done: _enter(capture, call, start, done))
             raise
-        capture.begun[intent.call_id] = call
+        capture.enter(call, start)
         return call
 
     async def finish(self, capture: SessionCapture, call: StoredCall, end: CallEnd) -> None:
         """Write the outcome and wait until it is durable. Raises CaptureError; then the call has no outcome."""
         late = capture.sealed
-        has_ids = end.prompt_ids is not None and end.sampled_ids is not None
-        base, keep, prompt = None, 0, end.prompt_ids
-        if has_ids and prompt is not None:
-            prompt = np.ascontiguousarray(prompt, dtype=np.int32)
-            base, keep = best_base(prompt, capture.leaves())
+        placed = _placed(capture, end.prompt_ids)
+        has_ids = placed is not None and end.sampled_ids is not None
+        base, keep = (placed.base, placed.keep) if placed is not None and has_ids else (None, 0)
+        context = None if placed is None else placed.context
         record = CallOutcome(
             session_id=capture.session_id,
             attempt=capture.attempt,
@@ -172,7 +195,7 @@ class CaptureStore:
             finish_reason=end.finish_reason,
             base=base.call_id if base else "",
             keep=keep,
-            context=_bytes(prompt[keep:] if prompt is not None else None, "<i4"),
+            context=_bytes(context, "<i4"),
             sampled=_bytes(end.sampled_ids, "<i4"),
             logprobs=_bytes(end.logprobs, "<f4"),
             has_ids=has_ids,
@@ -191,7 +214,7 @@ class CaptureStore:
             await self._journal.append(record, durable=True)
             return
         written = self._journal.append(record, durable=True)
-        call.complete(record, base)
+        call.complete(record, base, placed.context_text if placed is not None and has_ids else None)
         capture.committed.append(call)
         try:
             await asyncio.shield(written)
@@ -199,10 +222,10 @@ class CaptureStore:
             capture.committed.remove(call)
             call.outcome_record = None
             raise
-        if has_ids and prompt is not None and end.sampled_ids is not None and not capture.sealed:
-            full = np.concatenate([prompt, end.sampled_ids]).astype(np.int32, copy=False)
+        if placed is not None and end.sampled_ids is not None and not capture.sealed and _may_be_extended(end):
             extended = base if base is not None and keep == base.prompt_len + len(base.sampled_ids) else None
-            capture.remember_leaf(call, full, extended)
+            sampled_text = end.sampled_text or (print_ids(end.sampled_ids) if placed.pieces else b"")
+            capture.remember_leaf(Leaf(call, placed.pieces, sampled_text), extended)
 
     def delivered(self, capture: SessionCapture, call: StoredCall) -> None:
         """The reply reached the client in full. Not waited for: losing this record costs a call's training, no correctness."""
@@ -210,7 +233,7 @@ class CaptureStore:
         record = CallDelivered(
             session_id=capture.session_id, attempt=capture.attempt, call_id=call.call_id, at=self._clock()
         )
-        self._journal.append(record, durable=False).add_done_callback(_retrieve)
+        self._journal.note(record)
 
     async def seal(self, capture: SessionCapture) -> None:
         """No more calls. Returns when everything of the attempt is durable. The store holds nothing of it any more."""
@@ -261,25 +284,21 @@ def _replay_outcome(capture: SessionCapture, record: CallOutcome) -> None:
     capture.committed.append(call)
 
 
-def _message_base(capture: SessionCapture, messages: list[bytes]) -> tuple[StoredCall | None, int]:
-    """The recent call that shares most leading messages."""
-    best: tuple[StoredCall | None, int] = (None, 0)
-    for call in list(capture.begun.values())[-_LEAVES:][::-1]:
-        shared = shared_messages(messages, call.messages)
-        if shared > best[1]:
-            best = (call, shared)
-    return best
+def _placed(capture: SessionCapture, prompt: Int32Array | Placed | None) -> Placed | None:
+    if prompt is None or isinstance(prompt, Placed):
+        return prompt
+    return place(np.ascontiguousarray(prompt, dtype=np.int32), capture.leaves())
+
+
+def _may_be_extended(end: CallEnd) -> bool:
+    """Ids are judged once, where they are stored; what extends a bad prompt must not pass for judged."""
+    return end.exclusion != Exclusion.ID_OUT_OF_RANGE
 
 
 def _bytes(values: Int32Array | Float32Array | None, dtype: str) -> bytes:
     return b"" if values is None else np.ascontiguousarray(values, dtype=dtype).tobytes()
 
 
-def _enter(capture: SessionCapture, call: StoredCall, written: asyncio.Future[None]) -> None:
+def _enter(capture: SessionCapture, call: StoredCall, start: CallStart, written: asyncio.Future[None]) -> None:
     if written.exception() is None:
-        capture.begun[call.call_id] = call
-
-
-def _retrieve(future: asyncio.Future[None]) -> None:
-    if not future.cancelled():
-        future.exception()
+        capture.enter(call, start)

@@ -42,7 +42,7 @@ app.command("gateway")(gateway.gateway)
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
 app.command("view")(view.view)
-app.command("bench")(bench.bench)
+app.add_typer(bench.app, name="bench")
 
 
 def main() -> None:

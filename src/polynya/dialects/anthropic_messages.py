@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from polynya.dialects.base import BadRequest, Fault, WireError
+from polynya.dialects.history import History
 from polynya.dialects.neutral import ChatMessage, ChatReply, ChatRequest, ReplyHead, SamplingParams, ToolCall, ToolSpec
 from polynya.dialects.wire import (
     arguments_object,
@@ -26,7 +27,7 @@ from polynya.dialects.wire import (
     function_tools,
     is_ours,
     pieces,
-    readable,
+    read_with,
     sign,
 )
 
@@ -67,6 +68,12 @@ class _Tool(msgspec.Struct):
     input_schema: msgspec.Raw = msgspec.Raw(b"{}")
 
 
+class _Tools(msgspec.Struct):
+    specs: list[ToolSpec]
+    raw: msgspec.Raw | None
+    dropped: list[str]
+
+
 class _ToolChoice(msgspec.Struct):
     type: str = "auto"
     name: str = ""
@@ -75,10 +82,10 @@ class _ToolChoice(msgspec.Struct):
 
 class _Request(msgspec.Struct):
     model: str
-    messages: list[_Message]
+    messages: msgspec.Raw
     max_tokens: int | None = None
     system: str | list[_Block] | None = None
-    tools: list[_Tool] | None = None
+    tools: msgspec.Raw = msgspec.Raw(b"null")
     tool_choice: _ToolChoice | None = None
     stop_sequences: list[str] | None = None
     temperature: float | None = None
@@ -89,6 +96,8 @@ class _Request(msgspec.Struct):
 
 _KNOWN = {field.name for field in msgspec.structs.fields(_Request)}
 _request = msgspec.json.Decoder(_Request)
+_tool_list = msgspec.json.Decoder(list[_Tool] | None)
+_message = msgspec.json.Decoder(_Message)
 _block = msgspec.json.Decoder(_Block)
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
@@ -97,31 +106,25 @@ _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "content_filt
 class AnthropicMessages:
     name = "anthropic_messages"
 
-    def parse(self, body: bytes, path: str) -> ChatRequest:
-        body = readable(body)
-        wire: _Request = decode_as(_request, body, "")
-        if not wire.messages:
+    def parse(self, body: bytes, path: str, history: History[list[ChatMessage]] | None = None) -> ChatRequest:
+        text, wire, messages = read_with(history, body, b'"messages":[', _request, _list_of, _read_message)
+        if not messages:
             raise BadRequest("messages: at least one message is required", field="messages")
         if wire.max_tokens is not None and wire.max_tokens < 1:
             raise BadRequest(f"max_tokens: {wire.max_tokens} is below 1", field="max_tokens")
-        leftovers: dict[str, Any] = {key: value for key, value in _object.decode(body).items() if key not in _KNOWN}
-        messages = _system(wire.system, leftovers)
-        for i, message in enumerate(wire.messages):
-            messages += _messages(message, f"messages[{i}]")
-        tools = [tool for tool in wire.tools or [] if tool.type in (None, "custom")]
-        if dropped := [tool.type for tool in wire.tools or [] if tool.type not in (None, "custom")]:
-            leftovers["dropped_tools"] = dropped
-        specs = [
-            ToolSpec(name=tool.name, description=tool.description or "", parameters=_copied(tool.input_schema))
-            for tool in tools
-        ]
+        leftovers: dict[str, Any] = {key: value for key, value in _object.decode(text).items() if key not in _KNOWN}
+        system = _system(wire.system, leftovers)
+        raw_tools = bytes(wire.tools)
+        tools = history.made_from("tools", raw_tools, lambda: _tools(raw_tools)) if history else _tools(raw_tools)
+        if tools.dropped:
+            leftovers["dropped_tools"] = tools.dropped
         choice = wire.tool_choice
         return ChatRequest(
             dialect=self.name,
             model=wire.model,
-            messages=_merged(messages),
-            tools=specs,
-            tools_raw=function_tools(specs),
+            messages=_merged([*system, *(message for group in messages for message in group)]),
+            tools=tools.specs,
+            tools_raw=tools.raw,
             tool_choice=_choice(choice),
             parallel_tool_calls=False if choice and choice.disable_parallel_tool_use else None,
             sampling=bounded(
@@ -184,6 +187,25 @@ def _system(system: str | list[_Block] | None, leftovers: dict[str, Any]) -> lis
         leftovers["volatile_system"] = volatile
     text = "\n".join(text for text in texts if text and not text.startswith(_VOLATILE))
     return [chat_message("system", text=text)] if text else []
+
+
+def _tools(raw: bytes) -> _Tools:
+    given: list[_Tool] = decode_as(_tool_list, raw, "tools") or []
+    specs = [
+        ToolSpec(name=tool.name, description=tool.description or "", parameters=_copied(tool.input_schema))
+        for tool in given
+        if tool.type in (None, "custom")
+    ]
+    dropped = [tool.type for tool in given if tool.type is not None and tool.type != "custom"]
+    return _Tools(specs, function_tools(specs), dropped)
+
+
+def _list_of(wire: _Request) -> tuple[str, msgspec.Raw]:
+    return "messages", wire.messages
+
+
+def _read_message(raw: msgspec.Raw, where: str) -> list[ChatMessage]:
+    return _messages(decode_as(_message, raw, where), where)
 
 
 def _messages(message: _Message, where: str) -> list[ChatMessage]:

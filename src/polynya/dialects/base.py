@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
+from polynya.dialects.history import History
 from polynya.dialects.neutral import ChatReply, ChatRequest, ReplyHead
 
 
@@ -70,8 +71,8 @@ class WireError(msgspec.Struct, frozen=True, kw_only=True):
 class Dialect(Protocol):
     name: str
 
-    def parse(self, body: bytes, path: str) -> ChatRequest:
-        """Raises BadRequest."""
+    def parse(self, body: bytes, path: str, history: History[Any] | None = None) -> ChatRequest:
+        """Raises BadRequest. ``history``: what the same session sent before in this dialect, to be gone on with."""
         ...
 
     def render(self, request: ChatRequest, reply: ChatReply, head: ReplyHead) -> bytes: ...

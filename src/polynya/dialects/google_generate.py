@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from polynya.dialects.base import HTTP_STATUS, BadRequest, Fault, WireError
+from polynya.dialects.history import History
 from polynya.dialects.neutral import ChatMessage, ChatReply, ChatRequest, ReplyHead, SamplingParams, ToolCall, ToolSpec
 from polynya.dialects.wire import (
     arguments_object,
@@ -119,7 +120,7 @@ _SNAKE = {
 class GoogleGenerate:
     name = "google_generate"
 
-    def parse(self, body: bytes, path: str) -> ChatRequest:
+    def parse(self, body: bytes, path: str, history: History[Any] | None = None) -> ChatRequest:
         found = _MODEL.search(path)
         if found is None:
             raise BadRequest(f"path: {path!r} names no model and method", field="path")

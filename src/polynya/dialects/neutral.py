@@ -15,7 +15,7 @@ Role = Literal["system", "user", "assistant", "tool"]
 FinishReason = Literal["stop", "length", "tool_calls", "content_filter", "abort"]
 
 
-class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     id: str
     name: str
     arguments: str
@@ -37,17 +37,80 @@ class ToolAlias(msgspec.Struct, frozen=True, kw_only=True):
     namespace: str = ""
 
 
-class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
+class WireFunction(msgspec.Struct):
+    name: str = ""
+    arguments: Any = ""
+
+
+class WireCall(msgspec.Struct):
+    id: str | None = None
+    function: WireFunction = msgspec.field(default_factory=WireFunction)
+
+
+class WirePart(msgspec.Struct):
+    type: str = "text"
+    text: str | None = None
+    refusal: str | None = None
+
+
+class WireMessage(msgspec.Struct):
+    """An OpenAI Chat message, as far as polynya reads it."""
+
+    role: str
+    content: str | list[msgspec.Raw] | None = None
+    tool_calls: list[WireCall] | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+
+
+TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal"})
+_message = msgspec.json.Decoder(WireMessage)
+_part = msgspec.json.Decoder(WirePart)
+
+
+class ChatMessage(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A message in its upstream form. What it says is read from there when it is asked for: a session keeps each once."""
+
     role: Role
-    text: str = ""
-    """Joined text parts."""
-    reasoning: str = ""
-    tool_calls: list[ToolCall] = []
-    tool_call_id: str = ""
+    raw: bytes
+    """The message as an OpenAI Chat message object, ready to be sent upstream."""
     media: int = 0
     """Parts that are no text (images, files, audio)."""
-    raw: msgspec.Raw = msgspec.Raw(b"null")
-    """The message as an OpenAI Chat message object, ready to be sent upstream."""
+
+    @property
+    def said(self) -> WireMessage:
+        return _message.decode(self.raw)
+
+    @property
+    def text(self) -> str:
+        """Joined text parts."""
+        said = self.said
+        if not isinstance(said.content, list):
+            return said.content or said.refusal or ""
+        parts = [_part.decode(raw) for raw in said.content]
+        return "\n".join(filter(None, (part.text or part.refusal for part in parts if part.type in TEXT_PARTS)))
+
+    @property
+    def reasoning(self) -> str:
+        said = self.said
+        return said.reasoning_content or said.reasoning or ""
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        return [
+            ToolCall(id=call.id or "", name=call.function.name, arguments=_argument_text(call.function.arguments))
+            for call in self.said.tool_calls or []
+        ]
+
+    @property
+    def tool_call_id(self) -> str:
+        return self.said.tool_call_id or ""
+
+
+def _argument_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):

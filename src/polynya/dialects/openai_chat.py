@@ -13,46 +13,23 @@ from typing import Any
 import msgspec
 
 from polynya.dialects.base import BadRequest, Fault, WireError
+from polynya.dialects.history import History
 from polynya.dialects.neutral import (
+    TEXT_PARTS,
     ChatMessage,
     ChatReply,
     ChatRequest,
     ReplyHead,
     Role,
     SamplingParams,
-    ToolCall,
     ToolSpec,
     Usage,
+    WireMessage,
+    WirePart,
 )
-from polynya.dialects.wire import bounded, decode_as, encode, pieces, readable
+from polynya.dialects.wire import bounded, decode_as, encode, pieces, read_with
 
 _NULL = msgspec.Raw(b"null")
-
-
-class _Function(msgspec.Struct):
-    name: str = ""
-    arguments: Any = ""
-
-
-class _WireToolCall(msgspec.Struct):
-    id: str | None = None
-    function: _Function = msgspec.field(default_factory=_Function)
-
-
-class _WireMessage(msgspec.Struct):
-    role: str
-    content: str | list[msgspec.Raw] | None = None
-    tool_calls: list[_WireToolCall] | None = None
-    tool_call_id: str | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-    refusal: str | None = None
-
-
-class _Part(msgspec.Struct):
-    type: str = "text"
-    text: str | None = None
-    refusal: str | None = None
 
 
 class _ToolFunction(msgspec.Struct):
@@ -72,8 +49,8 @@ class _StreamOptions(msgspec.Struct):
 
 class _WireRequest(msgspec.Struct):
     model: str
-    messages: list[msgspec.Raw]
-    tools: list[msgspec.Raw] | None = None
+    messages: msgspec.Raw
+    tools: msgspec.Raw = _NULL
     tool_choice: msgspec.Raw = _NULL
     response_format: msgspec.Raw = _NULL
     parallel_tool_calls: bool | None = None
@@ -99,9 +76,10 @@ class _WireRequest(msgspec.Struct):
 
 _KNOWN = {field.name for field in msgspec.structs.fields(_WireRequest)}
 _request = msgspec.json.Decoder(_WireRequest)
-_message = msgspec.json.Decoder(_WireMessage)
-_part = msgspec.json.Decoder(_Part)
+_message = msgspec.json.Decoder(WireMessage)
+_part = msgspec.json.Decoder(WirePart)
 _tool = msgspec.json.Decoder(_WireTool)
+_tool_list = msgspec.json.Decoder(list[msgspec.Raw] | None)
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 _ROLES: dict[str, Role] = {
@@ -112,17 +90,15 @@ _ROLES: dict[str, Role] = {
     "tool": "tool",
     "function": "tool",
 }
-_TEXT_PARTS = {"text", "input_text", "output_text", "refusal"}
 _MEDIA_PARTS = {"image_url", "input_audio", "file", "video_url", "audio_url"}
 
 
 class OpenAIChat:
     name = "openai_chat"
 
-    def parse(self, body: bytes, path: str) -> ChatRequest:
-        body = readable(body)
-        wire = decode_as(_request, body, "")
-        if not wire.messages:
+    def parse(self, body: bytes, path: str, history: History[ChatMessage] | None = None) -> ChatRequest:
+        text, wire, messages = read_with(history, body, b'"messages":[', _request, _list_of, _parse_message)
+        if not messages:
             raise BadRequest("messages: [] is empty; send at least one message", field="messages")
         if wire.n is not None and wire.n != 1:
             raise BadRequest(
@@ -131,12 +107,14 @@ class OpenAIChat:
         max_tokens = wire.max_completion_tokens if wire.max_completion_tokens is not None else wire.max_tokens
         if max_tokens is not None and max_tokens < 1:
             raise BadRequest(f"max_tokens: {max_tokens} is below 1", field="max_tokens")
+        raw_tools = bytes(wire.tools)
+        tools = history.made_from("tools", raw_tools, lambda: _tools(raw_tools)) if history else _tools(raw_tools)
         return ChatRequest(
             dialect=self.name,
             model=wire.model,
-            messages=[_parse_message(raw, f"messages[{i}]") for i, raw in enumerate(wire.messages)],
-            tools=_parse_tools(wire.tools or []),
-            tools_raw=msgspec.Raw(encode(wire.tools)) if wire.tools else None,
+            messages=messages,
+            tools=tools,
+            tools_raw=msgspec.Raw(raw_tools) if tools else None,
             tool_choice=_given(wire.tool_choice),
             response_format=_given(wire.response_format),
             parallel_tool_calls=wire.parallel_tool_calls,
@@ -146,7 +124,7 @@ class OpenAIChat:
             wants_logprobs=bool(wire.logprobs),
             wants_top_logprobs=wire.top_logprobs or 0,
             template_kwargs=_given(wire.chat_template_kwargs),
-            leftovers={key: value for key, value in _object.decode(body).items() if key not in _KNOWN},
+            leftovers={key: value for key, value in _object.decode(text).items() if key not in _KNOWN},
         )
 
     def render(self, request: ChatRequest, reply: ChatReply, head: ReplyHead) -> bytes:
@@ -219,58 +197,45 @@ def _given(raw: msgspec.Raw) -> msgspec.Raw | None:
     return None if value == b"null" else msgspec.Raw(value)
 
 
+def _list_of(wire: _WireRequest) -> tuple[str, msgspec.Raw]:
+    return "messages", wire.messages
+
+
 def _parse_message(raw: msgspec.Raw, where: str) -> ChatMessage:
-    wire: _WireMessage = decode_as(_message, raw, where)
+    wire: WireMessage = decode_as(_message, raw, where)
     role = _ROLES.get(wire.role)
     if role is None:
         raise BadRequest(
             f"{where}.role: {wire.role!r} is unknown; use one of {', '.join(_ROLES)}", field=f"{where}.role"
         )
-    text, media = _content(wire.content, where)
-    return ChatMessage(
-        role=role,
-        text=text or wire.refusal or "",
-        reasoning=wire.reasoning_content or wire.reasoning or "",
-        tool_calls=[_tool_call(call) for call in wire.tool_calls or []],
-        tool_call_id=wire.tool_call_id or "",
-        media=media,
-        raw=msgspec.Raw(bytes(raw)) if role == wire.role else _with_role(raw, role),
-    )
+    media = _media(wire.content, where) if isinstance(wire.content, list) else 0
+    return ChatMessage(role=role, raw=bytes(raw) if role == wire.role else _with_role(raw, role), media=media)
 
 
-def _content(content: str | list[msgspec.Raw] | None, where: str) -> tuple[str, int]:
-    if not isinstance(content, list):
-        return content or "", 0
-    texts, media = [], 0
+def _media(content: list[msgspec.Raw], where: str) -> int:
+    """How many of the parts are no text. Refuses a part of an unknown kind."""
+    media = 0
     for i, raw in enumerate(content):
-        part: _Part = decode_as(_part, raw, f"{where}.content[{i}]")
-        if part.type in _TEXT_PARTS:
-            texts.append(part.text or part.refusal or "")
-        elif part.type in _MEDIA_PARTS:
+        part: WirePart = decode_as(_part, raw, f"{where}.content[{i}]")
+        if part.type in _MEDIA_PARTS:
             media += 1
-        else:
-            known = ", ".join(sorted(_TEXT_PARTS | _MEDIA_PARTS))
+        elif part.type not in TEXT_PARTS:
+            known = ", ".join(sorted(TEXT_PARTS | _MEDIA_PARTS))
             raise BadRequest(
                 f"{where}.content[{i}].type: {part.type!r} is unknown; use one of {known}",
                 field=f"{where}.content[{i}].type",
             )
-    return "\n".join(text for text in texts if text), media
+    return media
 
 
-def _tool_call(call: _WireToolCall) -> ToolCall:
-    arguments = call.function.arguments
-    text = arguments if isinstance(arguments, str) else encode(arguments).decode()
-    return ToolCall(id=call.id or "", name=call.function.name, arguments=text)
-
-
-def _with_role(raw: msgspec.Raw, role: Role) -> msgspec.Raw:
+def _with_role(raw: msgspec.Raw, role: Role) -> bytes:
     fields: dict[str, Any] = _object.decode(raw)
-    return msgspec.Raw(encode(fields | {"role": role}))
+    return encode(fields | {"role": role})
 
 
-def _parse_tools(tools: list[msgspec.Raw]) -> list[ToolSpec]:
+def _tools(listed: bytes) -> list[ToolSpec]:
     specs = []
-    for i, raw in enumerate(tools):
+    for i, raw in enumerate(decode_as(_tool_list, listed, "tools") or []):
         tool: _WireTool = decode_as(_tool, raw, f"tools[{i}]")
         if tool.type != "function" or tool.function is None:
             raise BadRequest(f"tools[{i}].type: {tool.type!r} is not served; use 'function'", field=f"tools[{i}].type")

@@ -15,6 +15,7 @@ import msgspec
 
 from polynya.dialects import responses_reply
 from polynya.dialects.base import BadRequest, WireError
+from polynya.dialects.history import History
 from polynya.dialects.neutral import ChatMessage, ChatReply, ChatRequest, ReplyHead, Role, SamplingParams, ToolCall
 from polynya.dialects.responses_tools import ToolBox, tool_box, upstream_name
 from polynya.dialects.wire import bounded, chat_message, decode_as, encode, readable
@@ -91,7 +92,7 @@ _ROLES: dict[str, Role] = {"system": "system", "developer": "system", "user": "u
 class OpenAIResponses:
     name = "openai_responses"
 
-    def parse(self, body: bytes, path: str) -> ChatRequest:
+    def parse(self, body: bytes, path: str, history: History[Any] | None = None) -> ChatRequest:
         body = readable(body)
         wire: _Request = decode_as(_request, body, "")
         items = [_Item(role="user", content=wire.input)] if isinstance(wire.input, str) else wire.input

@@ -5,19 +5,27 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 
 from polynya.dialects.base import BadRequest
+from polynya.dialects.history import History
 from polynya.dialects.neutral import ChatMessage, Role, SamplingParams, ToolCall, ToolSpec
 
 encode = msgspec.json.Encoder().encode
 _any = msgspec.json.Decoder()
+_raws = msgspec.json.Decoder(list[msgspec.Raw])
+R = TypeVar("R")
+V = TypeVar("V")
 _ESCAPE = re.compile(
     rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL
 )
+_SHORT = 4096
+_BACKSLASH_U = 0x755C
+_D = ord("d")
 DELTA_CHARS = 256
 """Characters of a synthetic delta: few large deltas are valid and cheap."""
 _SIGNATURE = b"polynya:"
@@ -28,13 +36,27 @@ def readable(body: bytes) -> bytes:
 
     No tokenizer takes them, and the client would send them again with every later turn, so they become U+FFFD.
     """
-    try:
-        body.decode()
-    except UnicodeDecodeError as exc:
-        raise BadRequest(f"body is not UTF-8: {exc.reason} at byte {exc.start}") from exc
-    if b"\\ud" not in body and b"\\uD" not in body:
+    if not body.isascii():
+        try:
+            body.decode()
+        except UnicodeDecodeError as exc:
+            raise BadRequest(f"body is not UTF-8: {exc.reason} at byte {exc.start}") from exc
+    if not _escapes_surrogates(body):
         return body
     return _ESCAPE.sub(lambda found: b"\\ufffd" if found.group(1) else found.group(), body)
+
+
+def _escapes_surrogates(body: bytes) -> bool:
+    r"""Whether ``\ud`` or ``\uD`` is in it. (A search for so short a text goes byte by byte; numpy's is ten times faster.)"""
+    if len(body) < _SHORT:
+        return b"\\ud" in body or b"\\uD" in body
+    octets = np.frombuffer(body, dtype=np.uint8)
+    for offset in (0, 1):
+        pairs = np.frombuffer(body, dtype="<u2", offset=offset, count=max(0, len(body) - offset) // 2)
+        at = np.flatnonzero(pairs == _BACKSLASH_U) * 2 + offset + 2
+        if at.size and ((octets[at[at < octets.size]] | 0x20) == _D).any():
+            return True
+    return False
 
 
 def decode_as(decoder: msgspec.json.Decoder[Any], raw: bytes | msgspec.Raw, where: str) -> Any:
@@ -47,6 +69,34 @@ def decode_as(decoder: msgspec.json.Decoder[Any], raw: bytes | msgspec.Raw, wher
         raise BadRequest(f"{field or 'body'}: {text}", field=field) from exc
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise BadRequest(f"{where or 'body'} is not JSON: {exc}", field=where) from exc
+
+
+def read_with(
+    history: History[V] | None,
+    body: bytes,
+    key: bytes,
+    decoder: msgspec.json.Decoder[R],
+    list_of: Callable[[R], tuple[str, msgspec.Raw]],
+    read: Callable[[msgspec.Raw, str], V],
+) -> tuple[bytes, R, list[V]]:
+    """A request whose one long list may go on from an earlier one: its text without what is known, the request, all values.
+
+    ``list_of`` gives the list's name and bytes, ``read`` turns one element into a value.
+    """
+    cut = history.cut(body, key) if history is not None else None
+    text = readable(cut.body if cut is not None else body)
+    request: R = decode_as(decoder, text, "")
+    name, raw = list_of(request)
+    if cut is not None and not cut.is_of(text, raw):
+        if cut.values:
+            return read_with(None, body, key, decoder, list_of, read)
+        cut = None
+    known = cut.values if cut is not None else []
+    raws: list[msgspec.Raw] = decode_as(_raws, raw, name)
+    values = [read(element, f"{name}[{i}]") for i, element in enumerate(raws, len(known))]
+    if history is not None and cut is not None:
+        history.remember(cut, raws, values)
+    return text, request, [*known, *values]
 
 
 def bounded(sampling: SamplingParams, names: Mapping[str, str]) -> SamplingParams:
@@ -109,10 +159,7 @@ def chat_message(
     if tool_call_id:
         wire["tool_call_id"] = tool_call_id
     media = sum(part.get("type") != "text" for part in parts or [])
-    return ChatMessage(
-        role=role, text=text, reasoning=reasoning, tool_calls=calls, tool_call_id=tool_call_id, media=media,
-        raw=msgspec.Raw(encode(wire)),
-    )  # fmt: skip
+    return ChatMessage(role=role, raw=encode(wire), media=media)
 
 
 def function_tools(specs: list[ToolSpec]) -> msgspec.Raw | None:

@@ -13,7 +13,9 @@ from typing import Any, Protocol, runtime_checkable
 import msgspec
 
 from polynya.dialects.neutral import ChatReply, ChatRequest
+from polynya.errors import EngineProtocolError
 from polynya.schema import Float32Array, Int32Array, PolicySpan
+from polynya.tokens.printed import PrintedIds, read_ids
 
 
 class EffectiveSampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,9 +80,12 @@ class EngineReply(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine reported, unjudged."""
 
     reply: ChatReply
-    prompt_ids: Int32Array | None
+    prompt: Int32Array | PrintedIds | None
+    """The ids that the engine conditioned on; as printed where they came so."""
     sampled_ids: Int32Array | None
     """With the stop token when one was sampled."""
+    sampled_text: bytes = b""
+    """``sampled_ids`` in canonical print, where they came so."""
     logprobs: Float32Array | None
     """Nats, one per sampled id; NaN where the engine gave null."""
     finish_reason: str = "stop"
@@ -90,6 +95,16 @@ class EngineReply(msgspec.Struct, frozen=True, kw_only=True):
     upstream_id: str = ""
     flags: dict[str, int] = {}
     """Counted oddities, e.g. ``unparsed_tool_markup``."""
+
+    @property
+    def prompt_ids(self) -> Int32Array | None:
+        """``prompt``, read. None also when an id does not fit into 32 bits. Raises EngineProtocolError."""
+        if not isinstance(self.prompt, PrintedIds):
+            return self.prompt
+        try:
+            return read_ids(self.prompt.text)
+        except ValueError as exc:
+            raise EngineProtocolError(f"prompt_token_ids: {exc}") from exc
 
 
 @runtime_checkable

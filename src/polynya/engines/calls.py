@@ -14,7 +14,7 @@ import msgspec
 from polynya.engines.base import EngineReply, EngineRequest
 from polynya.engines.flavours import Flavour
 from polynya.engines.http import EngineHttp, decode
-from polynya.engines.wire import THREAD_BYTES, chat_fields, read_chat
+from polynya.engines.wire import THREAD_BYTES, chat_fields, cut_prompt, read_chat
 
 AFFINITY_HEADER = "x-session-id"
 """What session-aware routers in front of engines can be told to hash by."""
@@ -29,20 +29,21 @@ async def call(http: EngineHttp, flavour: Flavour, model: str, request: EngineRe
     """One chat completion."""
     large = request.prompt_ids is not None and request.prompt_ids.size > THREAD_IDS
     if large:
-        body = await asyncio.to_thread(chat_body, flavour, model, request)
+        sent = await asyncio.to_thread(chat_body, flavour, model, request)
     else:
-        body = chat_body(flavour, model, request)
+        sent = chat_body(flavour, model, request)
     headers = {AFFINITY_HEADER: request.affinity} if request.affinity else None
-    answer = await http.post("/v1/chat/completions", body, headers=headers)
+    answer = await http.post("/v1/chat/completions", *sent, headers=headers)
     what = f"{flavour.kind} /v1/chat/completions"
-    if len(answer.body) > THREAD_BYTES:
-        reply = await asyncio.to_thread(read_chat, answer.body, what)
+    body, prompt = cut_prompt(answer.body)
+    if len(body) > THREAD_BYTES:
+        reply = await asyncio.to_thread(read_chat, body, what, prompt)
     else:
-        reply = read_chat(answer.body, what)
+        reply = read_chat(body, what, prompt)
     return msgspec.structs.replace(reply, flags={**reply.flags, **answer.flags}) if answer.flags else reply
 
 
-def chat_body(flavour: Flavour, model: str, request: EngineRequest) -> bytes:
+def chat_body(flavour: Flavour, model: str, request: EngineRequest) -> list[bytes]:
     extra: dict[str, Any] = {"model": model, **flavour.sampling(request.sampling), **flavour.asks}
     if request.prompt_ids is not None and flavour.prompt_path:
         extra |= flavour.prompt(request.prompt_ids.tolist())

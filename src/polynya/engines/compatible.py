@@ -73,7 +73,7 @@ class CompatibleEngine:
         if not flavour.tokenizes:
             raise EngineRejected(f"the engine at {self.base_url} has no /tokenize endpoint", status=501)
         body = chat_fields(chat, {"model": info.model, "add_generation_prompt": True})
-        answer = await self.http.post("/tokenize", body)
+        answer = await self.http.post("/tokenize", *body)
         return np.array(decode(answer.body, TokenIds, "/tokenize").tokens, dtype=np.int32)
 
     async def count_tokens(self, chat: ChatRequest) -> int:

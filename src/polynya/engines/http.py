@@ -12,12 +12,12 @@ import asyncio
 import email.utils
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
-import aiohttp
 import msgspec
 
+from polynya.engines.http11 import ConnectFailed, ConnectionLost, Http11Client, Silence
 from polynya.engines.overflow import context_overflow
 from polynya.errors import EngineError, EngineProtocolError, EngineRejected, EngineTimeout, EngineUnavailable
 
@@ -79,33 +79,27 @@ class EngineHttp:
         self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        self._session: aiohttp.ClientSession | None = None
+        self._client: Http11Client | None = None
 
-    def _http(self) -> aiohttp.ClientSession:
-        if self._session is None or self._session.closed:
-            timeout = aiohttp.ClientTimeout(
-                total=None, sock_connect=self.settings.connect_timeout, sock_read=self.settings.read_timeout
+    def _http(self) -> Http11Client:
+        if self._client is None:
+            self._client = Http11Client(
+                self.base_url,
+                self._headers,
+                connect_timeout=self.settings.connect_timeout,
+                read_timeout=self.settings.read_timeout,
             )
-            # no limit: a pool smaller than the number of sessions would queue calls where nobody sees it
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60, ttl_dns_cache=60)
-            self._session = aiohttp.ClientSession(
-                connector=connector,
-                timeout=timeout,
-                headers=self._headers,
-                cookie_jar=aiohttp.DummyCookieJar(),
-                skip_auto_headers=("User-Agent",),
-                auto_decompress=True,
-            )
-        return self._session
+        return self._client
 
     async def get(self, path: str) -> Answer:
         return await self.request("GET", path)
 
-    async def post(self, path: str, body: bytes, *, headers: dict[str, str] | None = None) -> Answer:
+    async def post(self, path: str, *body: bytes, headers: dict[str, str] | None = None) -> Answer:
+        """The body may come in pieces, which are not joined."""
         return await self.request("POST", path, body, headers=headers)
 
     async def request(
-        self, method: str, path: str, body: bytes | None = None, *, headers: dict[str, str] | None = None
+        self, method: str, path: str, body: Sequence[bytes] = (), *, headers: dict[str, str] | None = None
     ) -> Answer:
         """Send, and send again where that is right. Raises the errors named above."""
         resent = 0
@@ -121,39 +115,34 @@ class EngineHttp:
         raise AssertionError("unreachable")
 
     async def _once(
-        self, method: str, path: str, body: bytes | None, headers: dict[str, str] | None
+        self, method: str, path: str, body: Sequence[bytes], headers: dict[str, str] | None
     ) -> tuple[bytes | EngineError, float | None, bool]:
         """``(body or failure, seconds to wait at least or None: do not retry, may the engine have worked on it)``."""
         url = self.base_url + path
-        started = False
         try:
-            async with self._http().request(method, url, data=body, headers=headers, allow_redirects=False) as answer:
-                started = True
-                data = await answer.read()
-                if answer.status < 300:
-                    return data, None, False
-                after = retry_after_seconds(answer.headers.get("Retry-After"))
-                failure = status_error(answer.status, data, url, after)
-                return failure, (after or 0.0) if answer.status in RETRY_STATUSES else None, False
-        except aiohttp.ConnectionTimeoutError:
-            return self._unreachable(url, f"no connection within {self.settings.connect_timeout:g} s"), 0.0, False
-        except TimeoutError:
+            answer = await self._http().request(method, path, body, headers)
+        except ConnectFailed as exc:
+            return self._unreachable(url, str(exc)), 0.0, False
+        except Silence:
             text = f"engine at {url}: no byte for {self.settings.read_timeout:g} s"
             return EngineTimeout(text, fix="raise the engine timeout, or lower max_tokens"), None, True
-        except aiohttp.ClientConnectorError as exc:
-            return self._unreachable(url, str(exc.os_error)), 0.0, False
-        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as exc:
-            return self._unreachable(url, f"connection lost: {exc}"), None if started else 0.0, True
-        except aiohttp.ClientError as exc:
-            return self._unreachable(url, f"answer broke off: {exc}"), None, True
+        except ConnectionLost as exc:
+            if exc.started:
+                return self._unreachable(url, f"answer broke off: {exc}"), None, True
+            return self._unreachable(url, f"connection lost: {exc}"), 0.0, True
+        if answer.status < 300:
+            return answer.body, None, False
+        after = retry_after_seconds(answer.headers.get("retry-after"))
+        failure = status_error(answer.status, answer.body, url, after)
+        return failure, (after or 0.0) if answer.status in RETRY_STATUSES else None, False
 
     def _unreachable(self, url: str, why: str) -> EngineUnavailable:
         return EngineUnavailable(f"engine at {url}: {why}", fix="check that the server runs and the base URL is right")
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        if self._client is not None:
+            await self._client.close()
+            self._client = None
 
 
 def status_error(status: int, body: bytes, url: str, retry_after: float | None = None) -> EngineError:

@@ -191,7 +191,7 @@ class LlamaCppEngine:
         )
         return EngineReply(
             reply=ChatReply(text=parsed.text, reasoning=reasoning, tool_calls=calls, finish_reason=finish, usage=usage),
-            prompt_ids=prompt,
+            prompt=prompt,
             sampled_ids=sampled_ids,
             logprobs=np.array(sampled.logprobs, dtype=np.float32),
             finish_reason=sampled.finish,
@@ -253,7 +253,9 @@ class LlamaCppEngine:
 
     async def render_ids(self, chat: ChatRequest) -> Int32Array:
         """The prompt that ``generate`` conditions on for these messages."""
-        rendered = decode(await self._send("/apply-template", chat_fields(chat)), Rendered, "llama.cpp /apply-template")
+        rendered = decode(
+            await self._send("/apply-template", b"".join(chat_fields(chat))), Rendered, "llama.cpp /apply-template"
+        )
         ids = await self._tokenize(rendered.prompt)
         if self._bos and ids[:1] != self._bos:
             ids = self._bos + ids

@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from polynya.dialects.neutral import ChatMessage, ChatRequest
+from polynya.dialects.neutral import ChatRequest
+from polynya.dialects.wire import chat_message
 from polynya.engines.base import EffectiveSampling, EngineInfo, EngineReply, EngineRequest
 from polynya.engines.calls import call, tokenize
 from polynya.engines.flavours import OPENAI, SGLANG, VLLM, Flavour
@@ -130,8 +131,7 @@ async def _ask(
     temperature: float = 1.0,
     bias: dict[str, float] | None = None,
 ) -> EngineReply:
-    raw = msgspec.Raw(msgspec.json.encode({"role": "user", "content": question}))
-    chat = ChatRequest(dialect="chat", model=model, messages=[ChatMessage(role="user", text=question, raw=raw)])
+    chat = ChatRequest(dialect="chat", model=model, messages=[chat_message("user", text=question)])
     sampling = EffectiveSampling(temperature=temperature, max_tokens=1, seed=1, logit_bias=bias)
     return await call(http, flavour, model, EngineRequest(chat=chat, sampling=sampling, prompt_ids=prompt_ids))
 

@@ -1,8 +1,8 @@
 """Reading (and asking for) OpenAI-chat-shaped replies that carry token ids: vLLM's shape and SGLang's.
 
 Invariant: ids, logprobs and tool-call arguments are the engine's own, byte for byte; what is absent or unreadable is ``None``,
-a null or NaN logprob is NaN. Prompt ids never become Python integers: their text is sliced out of the raw body (an unescaped
-key cannot occur inside a JSON string, so a byte search that finds it once is exact) and parsed by numpy. Pure.
+a null or NaN logprob is NaN. Prompt ids never become Python integers: their text is cut out of the raw body before the rest is
+decoded (an unescaped key cannot occur inside a JSON string, so a byte search that finds it once is exact). Pure.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from polynya.dialects.neutral import ChatReply, ChatRequest, ToolCall, Usage
 from polynya.engines.base import EngineReply
 from polynya.errors import EngineProtocolError
 from polynya.schema import Float32Array, Int32Array, PolicySpan
+from polynya.tokens.printed import PrintedIds, is_canonical, narrowed, read_ids
 
 THREAD_BYTES = 256 * 1024
 """Bodies above this are read off the event loop."""
 _PROMPT_KEY = b'"prompt_token_ids":['
 _ID_PREFIX = "token_id:"
-_INT32_MAX = 2**31 - 1
 
 
 class _Function(msgspec.Struct):
@@ -42,7 +42,7 @@ class _Message(msgspec.Struct):
     tool_calls: list[_Call] | None = None
 
 
-class _Logprob(msgspec.Struct):
+class _Logprob(msgspec.Struct, gc=False):
     logprob: float | None = None
 
 
@@ -105,12 +105,17 @@ class _Named(msgspec.Struct):
     choices: list[_NamedChoice]
 
 
-def chat_fields(chat: ChatRequest, extra: dict[str, Any] | None = None, *, whole: bool = False) -> bytes:
-    """One JSON object: the messages and tools as the client sent them, then ``extra``.
+_completion = msgspec.json.Decoder(_Completion)
+
+
+def chat_fields(chat: ChatRequest, extra: dict[str, Any] | None = None, *, whole: bool = False) -> list[bytes]:
+    """One JSON object: the messages and tools as the client sent them, then ``extra``. In pieces: it may be megabytes.
 
     ``whole`` adds what steers the generation and not the prompt: tool choice, response format, parallel calls.
     """
-    parts = [b'"messages":[' + b",".join(bytes(message.raw) for message in chat.messages) + b"]"]
+    parts = [piece for message in chat.messages for piece in (b",", message.raw)]
+    parts[:1] = [b'{"messages":[']
+    parts.append(b"]")
     raw: list[tuple[bytes, msgspec.Raw | None]] = [
         (b"tools", chat.tools_raw),
         (b"chat_template_kwargs", chat.template_kwargs),
@@ -119,17 +124,21 @@ def chat_fields(chat: ChatRequest, extra: dict[str, Any] | None = None, *, whole
         # an engine refuses a tool choice without tools
         raw.append((b"tool_choice", chat.tool_choice if chat.tools_raw is not None else None))
         raw.append((b"response_format", chat.response_format))
-    parts += [b'"%b":%b' % (key, bytes(value)) for key, value in raw if value is not None]
+    parts += [b',"%b":%b' % (key, bytes(value)) for key, value in raw if value is not None]
     if whole and chat.parallel_tool_calls is not None and chat.tools_raw is not None:
-        parts.append(b'"parallel_tool_calls":' + (b"true" if chat.parallel_tool_calls else b"false"))
+        parts.append(b',"parallel_tool_calls":' + (b"true" if chat.parallel_tool_calls else b"false"))
     if extra:
-        parts.append(msgspec.json.encode(extra)[1:-1])
-    return b"{" + b",".join(parts) + b"}"
+        parts.append(b"," + msgspec.json.encode(extra)[1:-1])
+    parts.append(b"}")
+    return parts
 
 
-def read_chat(body: bytes, what: str) -> EngineReply:
-    """An ``EngineReply`` of a whole answer. Raises EngineProtocolError naming the field that cannot be read."""
-    body, found = _decoded(body, what)
+def read_chat(body: bytes, what: str, prompt: PrintedIds | None = None) -> EngineReply:
+    """An ``EngineReply`` of a whole answer. Raises EngineProtocolError naming the field that cannot be read.
+
+    ``prompt``: what ``cut_prompt`` took out of the body.
+    """
+    rest, found = _decoded(body, what)
     if not found.choices:
         raise EngineProtocolError(f"{what}: choices is empty", fix="see the engine's own log")
     choice = found.choices[0]
@@ -152,13 +161,14 @@ def read_chat(body: bytes, what: str) -> EngineReply:
             cached_tokens=(details.cached_tokens or 0) if details is not None else 0,
         ),
     )
-    sampled = _sampled_ids(body, choice, what)
+    sampled, sampled_text = _sampled_ids(rest, choice, what)
     version = choice.meta_info.weight_version if choice.meta_info is not None else None
     spans = [PolicySpan(version, 0, int(sampled.size))] if version is not None and sampled is not None else []
     return EngineReply(
         reply=reply,
-        prompt_ids=prompt_ids_of(body, what),
+        prompt=prompt if prompt is not None else _decoded_prompt(rest, what),
         sampled_ids=sampled,
+        sampled_text=sampled_text,
         logprobs=_logprobs(choice),
         finish_reason=said,
         policy_spans=spans,
@@ -168,7 +178,7 @@ def read_chat(body: bytes, what: str) -> EngineReply:
 
 def _decoded(body: bytes, what: str) -> tuple[bytes, _Completion]:
     try:
-        return body, msgspec.json.decode(body, type=_Completion)
+        return body, _completion.decode(body)
     except msgspec.DecodeError as exc:
         if not isinstance(exc, msgspec.ValidationError) and (b"NaN" in body or b"Infinity" in body):
             # servers in Python write NaN and Infinity, which JSON does not have; null is read as NaN
@@ -191,13 +201,17 @@ def _unreadable(exc: Exception, body: bytes, what: str) -> EngineProtocolError:
     )
 
 
-def prompt_ids_of(body: bytes, what: str) -> Int32Array | None:
-    """The prompt ids of a reply, at its top level (vLLM) or in its first choice (SGLang)."""
-    start = body.find(_PROMPT_KEY)
-    if start >= 0 and body.find(_PROMPT_KEY, start + 1) < 0:
-        start += len(_PROMPT_KEY)
-        end = body.find(b"]", start)
-        return parse_ids(body[start:end], what, "prompt_token_ids")
+def cut_prompt(body: bytes) -> tuple[bytes, PrintedIds | None]:
+    """The body without its prompt ids, and those, where they can be found by their key alone."""
+    start = body.find(_PROMPT_KEY) + len(_PROMPT_KEY)
+    end = body.find(b"]", start) if start >= len(_PROMPT_KEY) else -1
+    if end < 0 or body.find(_PROMPT_KEY, end) >= 0:
+        return body, None
+    return body[:start] + body[end:], PrintedIds(body, start, end)
+
+
+def _decoded_prompt(body: bytes, what: str) -> Int32Array | None:
+    """The prompt ids at the reply's top level (vLLM) or in its first choice (SGLang)."""
     if b'"prompt_token_ids"' not in body:
         return None
     try:
@@ -207,44 +221,30 @@ def prompt_ids_of(body: bytes, what: str) -> Int32Array | None:
     ids = found.prompt_token_ids
     if ids is None and found.choices:
         ids = found.choices[0].prompt_token_ids
-    return _int32(np.array(ids, dtype=np.int64)) if ids is not None else None
+    return narrowed(np.array(ids, dtype=np.int64)) if ids is not None else None
 
 
 def parse_ids(text: bytes, what: str, field: str) -> Int32Array | None:
-    """Ids of the inside of a JSON list. None when one does not fit into 32 bits: such ids cannot be stored."""
-    stripped = text.strip()
-    if not stripped:
-        return np.empty(0, dtype=np.int32)
-    readable = not stripped.translate(None, b"0123456789,- \n\r\t")
-    ids = _numbers(stripped) if readable else None
-    if ids is None or ids.size != stripped.count(b",") + 1:
-        raise EngineProtocolError(f"{what}: {field} is no list of integers: it starts with {stripped[:60]!r}")
-    return _int32(ids)
-
-
-def _numbers(text: bytes) -> np.ndarray[Any, np.dtype[np.int64]] | None:
+    """``read_ids``, with an EngineProtocolError that names the field."""
     try:
-        return np.fromstring(text.decode("ascii"), dtype=np.int64, sep=",")
-    except (DeprecationWarning, ValueError):
-        return None
+        return read_ids(text)
+    except ValueError as exc:
+        raise EngineProtocolError(f"{what}: {field} is {exc}") from exc
 
 
-def _int32(ids: np.ndarray[Any, np.dtype[np.int64]]) -> Int32Array | None:
-    if ids.size and (int(ids.max()) > _INT32_MAX or int(ids.min()) < -_INT32_MAX):
-        return None
-    return ids.astype(np.int32)
-
-
-def _sampled_ids(body: bytes, choice: _Choice, what: str) -> Int32Array | None:
+def _sampled_ids(body: bytes, choice: _Choice, what: str) -> tuple[Int32Array | None, bytes]:
+    """The ids, and their text where they were printed as a list in canonical form."""
     for field, raw in (("token_ids", choice.token_ids), ("response_token_ids", choice.response_token_ids)):
-        text = bytes(raw).strip()
+        text = bytes(raw)
         if text.startswith(b"["):
-            return parse_ids(text[1:-1], what, field)
+            ids = parse_ids(text[1:-1], what, field)
+            return ids, text[1:-1] if ids is not None and is_canonical(text[1:-1]) else b""
     if choice.meta_info is not None and choice.meta_info.output_token_logprobs is not None:
-        return _int32(np.array([entry[1] for entry in choice.meta_info.output_token_logprobs], dtype=np.int64))
+        listed = [entry[1] for entry in choice.meta_info.output_token_logprobs]
+        return narrowed(np.array(listed, dtype=np.int64)), b""
     if choice.logprobs is not None and choice.logprobs.content is not None:
-        return _named_ids(body, what)
-    return None
+        return _named_ids(body, what), b""
+    return None, b""
 
 
 def _named_ids(body: bytes, what: str) -> Int32Array | None:
@@ -258,14 +258,13 @@ def _named_ids(body: bytes, what: str) -> Int32Array | None:
     digits = [text.removeprefix(_ID_PREFIX) for text in texts if text.startswith(_ID_PREFIX)]
     if not texts or len(digits) != len(texts) or not all(text.isascii() and text.isdigit() for text in digits):
         return None
-    return _int32(np.array([min(int(text[:12]), _INT32_MAX + 1) for text in digits], dtype=np.int64))
+    return narrowed(np.array([min(int(text[:12]), 2**31) for text in digits], dtype=np.int64))
 
 
 def _logprobs(choice: _Choice) -> Float32Array | None:
+    """NaN for a null."""
     if choice.logprobs is not None and choice.logprobs.content is not None:
-        values = [entry.logprob for entry in choice.logprobs.content]
-    elif choice.meta_info is not None and choice.meta_info.output_token_logprobs is not None:
-        values = [entry[0] for entry in choice.meta_info.output_token_logprobs]
-    else:
-        return None
-    return np.array([np.nan if value is None else value for value in values], dtype=np.float32)
+        return np.array([entry.logprob for entry in choice.logprobs.content], dtype=np.float32)
+    if choice.meta_info is not None and choice.meta_info.output_token_logprobs is not None:
+        return np.array([entry[0] for entry in choice.meta_info.output_token_logprobs], dtype=np.float32)
+    return None

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -23,7 +24,7 @@ from polynya.gateway.lanes import lane_of
 from polynya.gateway.sessions import GatewaySession, Keyring
 
 _OFF_LOOP_BYTES = 512 * 1024
-"""Bodies above this are parsed in a thread (a megabyte of chat JSON takes about a millisecond)."""
+"""Bodies with more than this that the session did not send before are parsed in a thread (a megabyte takes milliseconds)."""
 _RETRY_HEADERS = ("x-stainless-retry-count", "x-polynya-retry")
 _log = logging.getLogger("polynya.gateway")
 
@@ -89,10 +90,11 @@ class GatewayApp:
         """Read and parse the body, then count or generate."""
         try:
             body = await exchange.body(self._settings.max_body_bytes)
-            if len(body) > _OFF_LOOP_BYTES:
-                request = await asyncio.to_thread(dialect.parse, body, path)
+            history = session.history(dialect.name)
+            if len(body) - history.chars > _OFF_LOOP_BYTES:
+                request = await asyncio.to_thread(dialect.parse, body, path, history)
             else:
-                request = dialect.parse(body, path)
+                request = dialect.parse(body, path, history)
         except BodyTooLarge:
             message = f"the body is larger than {self._settings.max_body_bytes} bytes"
             await _refuse(exchange, dialect, WireError(fault=Fault.TOO_LARGE, message=message))
@@ -199,9 +201,10 @@ def _as_array(exchange: Exchange, request: ChatRequest) -> bool:
     return request.stream and request.dialect == "google_generate" and exchange.query("alt") != "sse"
 
 
-async def _first(run: CallRun, gone: asyncio.Task[None], timeout: float | None) -> bool:
+async def _first(run: CallRun, gone: asyncio.Future[None], timeout: float | None) -> bool:
     """Wait until the call is done (True), the client is gone, or the time is over (False)."""
-    await asyncio.wait([run.task, gone], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    ends: list[asyncio.Future[Any]] = [run.task, gone]
+    await asyncio.wait(ends, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
     return run.task.done()
 
 

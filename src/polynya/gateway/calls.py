@@ -15,7 +15,8 @@ import msgspec
 import xxhash
 
 from polynya.capture.calls import StoredCall
-from polynya.capture.store import CallEnd, CallStart, CaptureStore
+from polynya.capture.prompts import Placed, longest_match, place
+from polynya.capture.store import CallEnd, CallStart, CaptureStore, SessionCapture
 from polynya.config import GatewaySettings
 from polynya.dialects.base import Fault, WireError
 from polynya.dialects.neutral import ChatReply, ChatRequest, ReplyHead, Usage
@@ -26,6 +27,7 @@ from polynya.errors import (
     ContextOverflow,
     DiskFull,
     EngineError,
+    EngineProtocolError,
     EngineRejected,
     EngineTimeout,
     EngineUnavailable,
@@ -33,10 +35,13 @@ from polynya.errors import (
 from polynya.gateway.sampling import effective
 from polynya.gateway.sessions import FREE_FINAL_ANSWERS, GatewaySession
 from polynya.schema import Lane
+from polynya.tokens.printed import PrintedIds
 from polynya.tokens.validate import judge
 
 _BYTES_PER_TOKEN = 2
 """No real tokenizer packs prose or JSON looser than this, so a body of n bytes holds at most n / 2 prompt tokens."""
+_OFF_LOOP_PRINT = 64 * 1024
+"""Characters of printed ids above which they are read in a thread (they take about 4 ns each)."""
 _encode = msgspec.json.Encoder().encode
 
 
@@ -73,7 +78,9 @@ class CallRun:
 
 
 def body_digest(path: str, body: bytes) -> bytes:
-    return xxhash.xxh3_128_digest(path.encode() + b"\0" + body)
+    hasher = xxhash.xxh3_128(path.encode() + b"\0")
+    hasher.update(body)
+    return hasher.digest()
 
 
 class Calls:
@@ -143,7 +150,7 @@ class Calls:
                 lane=lane,
                 model=request.model,
                 body_digest=digest,
-                messages=[bytes(message.raw) for message in request.messages],
+                messages=[message.raw for message in request.messages],
                 tools=bytes(request.tools_raw) if request.tools_raw is not None else b"[]",
                 sampling=msgspec.to_builtins(sampling),
             )
@@ -151,21 +158,26 @@ class Calls:
                 call = await self._store.begin(session.capture, start)
             except CaptureError as exc:
                 raise self._capture_failed(session, exc) from exc
-            reply = await self._generate(
+            reply, prompt = await self._generate(
                 session, call, EngineRequest(chat=request, sampling=sampling, affinity=session.session_id)
             )
-            answer = Answer(reply=_with_usage(reply), head=self._head(call.call_id, request), call=call)
-            await self._commit(session, call, _end_of(reply, answer.reply, request, self._engine.info.vocab_size))
+            answer = Answer(reply=_with_usage(reply, prompt), head=self._head(call.call_id, request), call=call)
+            end = _end_of(reply, prompt, answer.reply, request, self._engine.info.vocab_size)
+            await self._commit(session, call, end)
             session.made_good(call, start.messages)
             session.flags.update(reply.flags)
             session.keep_reply(digest, answer)
             session.remember_response(request, answer)
             return answer
 
-    async def _generate(self, session: GatewaySession, call: StoredCall, request: EngineRequest) -> EngineReply:
+    async def _generate(
+        self, session: GatewaySession, call: StoredCall, request: EngineRequest
+    ) -> tuple[EngineReply, Placed | None]:
+        """The engine's reply, and its prompt in its place among what the session holds."""
         try:
             async with asyncio.timeout(self._settings.engine_timeout_seconds):
-                return await self._engine.generate(request)
+                reply = await self._engine.generate(request)
+                return reply, await _placed(session.capture, reply)
         except asyncio.CancelledError:
             closing = asyncio.ensure_future(
                 self._commit(session, call, CallEnd(outcome="cancelled", error="the client is gone"))
@@ -242,21 +254,41 @@ def wire_error_of(error: EngineError) -> WireError:
             return WireError(fault=Fault.INTERNAL, message=error.message)
 
 
-def _with_usage(reply: EngineReply) -> ChatReply:
+async def _placed(capture: SessionCapture, reply: EngineReply) -> Placed | None:
+    """Raises EngineProtocolError when the engine's prompt is no list of ids."""
+    prompt = reply.prompt
+    if prompt is None:
+        return None
+    leaves = capture.leaves()
+    try:
+        if not isinstance(prompt, PrintedIds):
+            return place(prompt, leaves)
+        match = longest_match(prompt, leaves)
+        if len(prompt) - (match.at if match else 0) > _OFF_LOOP_PRINT:
+            return await asyncio.to_thread(place, prompt, leaves, match)
+        return place(prompt, leaves, match)
+    except ValueError as exc:
+        raise EngineProtocolError(f"prompt_token_ids: {exc}", fix="see the engine's own log") from exc
+
+
+def _with_usage(reply: EngineReply, prompt: Placed | None) -> ChatReply:
     """Usage that clients can rely on: by ids where there are ids."""
     usage = reply.reply.usage
-    if reply.prompt_ids is not None and reply.sampled_ids is not None:
+    if prompt is not None and reply.sampled_ids is not None:
         usage = Usage(
-            prompt_tokens=len(reply.prompt_ids),
+            prompt_tokens=prompt.length,
             completion_tokens=len(reply.sampled_ids),
             cached_tokens=usage.cached_tokens,
         )
     return msgspec.structs.replace(reply.reply, usage=usage)
 
 
-def _end_of(reply: EngineReply, shown: ChatReply, request: ChatRequest, vocab_size: int | None) -> CallEnd:
+def _end_of(
+    reply: EngineReply, prompt: Placed | None, shown: ChatReply, request: ChatRequest, vocab_size: int | None
+) -> CallEnd:
     verdict = judge(
-        prompt_ids=reply.prompt_ids,
+        prompt_ids=None if prompt is None else prompt.context,
+        known=0 if prompt is None else prompt.keep,
         sampled_ids=reply.sampled_ids,
         logprobs=reply.logprobs,
         vocab_size=vocab_size,
@@ -266,8 +298,9 @@ def _end_of(reply: EngineReply, shown: ChatReply, request: ChatRequest, vocab_si
     return CallEnd(
         outcome="ok",
         finish_reason=reply.finish_reason,
-        prompt_ids=reply.prompt_ids,
+        prompt_ids=prompt,
         sampled_ids=reply.sampled_ids,
+        sampled_text=reply.sampled_text,
         logprobs=reply.logprobs,
         usage=(shown.usage.prompt_tokens, shown.usage.completion_tokens),
         policy_spans=reply.policy_spans,

@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 from urllib.parse import parse_qs
 
+from polynya.gateway.protocol import GONE
+
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -40,7 +42,8 @@ class Exchange:
         self._query: bytes = scope.get("query_string", b"")
         self._receive = receive
         self._send = send
-        self._watch: asyncio.Task[None] | None = None
+        self._gone: asyncio.Future[None] | None = (scope.get("extensions") or {}).get(GONE)
+        self._watching: asyncio.Task[None] | None = None
 
     def query(self, name: str) -> str:
         return (parse_qs(self._query.decode("latin-1")).get(name) or [""])[0]
@@ -62,20 +65,20 @@ class Exchange:
             if not message.get("more_body"):
                 return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def watch(self) -> asyncio.Task[None]:
-        """A task that ends when the client goes away. Call after the body is read."""
-        if self._watch is None:
-            self._watch = asyncio.create_task(self._wait_for_disconnect())
-        return self._watch
+    def watch(self) -> asyncio.Future[None]:
+        """Done when the client goes away. Call after the body is read."""
+        if self._gone is None:
+            self._gone = self._watching = asyncio.create_task(self._wait_for_disconnect())
+        return self._gone
 
     @property
     def client_gone(self) -> bool:
-        return self._watch is not None and self._watch.done()
+        return self._gone is not None and self._gone.done()
 
     async def close(self) -> None:
-        if self._watch is not None and not self._watch.done():
-            self._watch.cancel()
-            await asyncio.wait([self._watch])
+        if self._watching is not None and not self._watching.done():
+            self._watching.cancel()
+            await asyncio.wait([self._watching])
 
     async def reply(self, status: int, body: bytes, headers: Headers | None = None) -> None:
         fields = [*_JSON, (b"content-length", str(len(body)).encode()), *(headers or [])]

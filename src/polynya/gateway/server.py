@@ -14,7 +14,7 @@ import ipaddress
 import socket
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 
@@ -24,6 +24,7 @@ from polynya.engines.base import Engine
 from polynya.errors import CaptureError, ConfigError, PortInUse
 from polynya.gateway.app import GatewayApp
 from polynya.gateway.calls import Calls
+from polynya.gateway.protocol import GatewayProtocol
 from polynya.gateway.sessions import GatewaySession, Keyring, SessionGrant
 
 _IDLE_SECONDS = 600
@@ -73,7 +74,7 @@ class Gateway:
         listener = _bind(self.settings.host, self.settings.port)
         config = uvicorn.Config(
             self.app,
-            http="httptools",
+            http=cast("type[asyncio.Protocol]", GatewayProtocol),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -81,6 +82,8 @@ class Gateway:
             timeout_keep_alive=_IDLE_SECONDS,
             timeout_graceful_shutdown=5,
             server_header=False,
+            date_header=False,
+            proxy_headers=False,
         )
         self._server = _Server(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name="gateway")

@@ -11,13 +11,14 @@ import hashlib
 import hmac
 import secrets
 from collections import Counter, OrderedDict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from polynya.capture.calls import StoredCall
 from polynya.capture.store import SessionCapture
 from polynya.dialects.base import Fault, WireError
+from polynya.dialects.history import History
 from polynya.dialects.neutral import ChatMessage, ChatRequest
 from polynya.dialects.wire import chat_message
 from polynya.schema import Budgets, SamplingSpec
@@ -50,6 +51,7 @@ class GatewaySession:
         self.slots = asyncio.Semaphore(calls_in_flight)
         self.in_flight: dict[bytes, CallRun] = {}
         self.replies: OrderedDict[bytes, Answer] = OrderedDict()
+        self._histories: dict[str, History[Any]] = {}
         self._responses: dict[str, list[ChatMessage]] = {}
         self.flags: Counter[str] = Counter()
         self.calls_begun = 0
@@ -61,6 +63,12 @@ class GatewaySession:
         self.tasks: set[asyncio.Task[Answer]] = set()
         """All calls under way, abandoned ones that are still being closed too."""
         self.closed = False
+
+    def history(self, dialect: str) -> History[Any]:
+        """What the session sent in this dialect."""
+        if dialect not in self._histories:
+            self._histories[dialect] = History(secrets.randbits(64))
+        return self._histories[dialect]
 
     @property
     def session_id(self) -> str:

@@ -29,14 +29,19 @@ def judge(
     prompt_ids: Int32Array | None,
     sampled_ids: Int32Array | None,
     logprobs: Float32Array | None,
+    known: int = 0,
     sent_prompt_ids: Int32Array | None = None,
     vocab_size: int | None = None,
     guided: bool = False,
 ) -> Judgement:
-    """Judge one reply. ``sent_prompt_ids``: what a continuation sent; the engine must echo exactly that."""
+    """Judge one reply.
+
+    ``known``: so many ids stand before ``prompt_ids`` and were judged with an earlier call. ``sent_prompt_ids``: what a
+    continuation sent, whole; the engine must echo exactly that (then nothing is ``known``).
+    """
     if prompt_ids is None and sampled_ids is None:
         return Judgement(exclusion=Exclusion.TEXT_ONLY, detail="the engine gave no token ids")
-    if prompt_ids is None or sampled_ids is None or len(prompt_ids) == 0:
+    if prompt_ids is None or sampled_ids is None or len(prompt_ids) + known == 0:
         missing = "sampled_ids" if sampled_ids is None else "prompt_ids"
         return Judgement(exclusion=Exclusion.INCOMPLETE_IDS, detail=f"{missing} missing or empty")
     if sent_prompt_ids is not None and not np.array_equal(prompt_ids, sent_prompt_ids):
@@ -51,7 +56,8 @@ def judge(
     for name, ids in (("prompt_ids", prompt_ids), ("sampled_ids", sampled_ids)):
         at = _first(ids < 0 if vocab_size is None else (ids < 0) | (ids >= vocab_size))
         if at is not None:
-            return Judgement(exclusion=Exclusion.ID_OUT_OF_RANGE, position=at, detail=f"{name}[{at}] = {ids[at]}")
+            place = at + known if name == "prompt_ids" else at
+            return Judgement(exclusion=Exclusion.ID_OUT_OF_RANGE, position=place, detail=f"{name}[{place}] = {ids[at]}")
     at = _first(~_is_logprob(logprobs))
     if at is not None:
         return Judgement(exclusion=Exclusion.NONFINITE_LOGPROB, position=at, detail=f"logprobs[{at}] = {logprobs[at]}")

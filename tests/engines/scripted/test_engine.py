@@ -6,14 +6,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from polynya.dialects.neutral import ChatMessage, ChatRequest
+from polynya.dialects.neutral import ChatRequest
+from polynya.dialects.wire import chat_message
 from polynya.engines.base import EffectiveSampling, Engine, EngineRequest
 from polynya.engines.scripted import Fault, Script, ScriptedEngine, Step
 from polynya.errors import ContextOverflow, EngineProtocolError, EngineRejected, EngineUnavailable
 
 
 def ask(text: str = "hi", affinity: str = "s", **rest: object) -> EngineRequest:
-    chat = ChatRequest(dialect="chat", model="m", messages=[ChatMessage(role="user", text=text)])
+    chat = ChatRequest(dialect="chat", model="m", messages=[chat_message("user", text=text)])
     return EngineRequest(chat=chat, sampling=EffectiveSampling(), affinity=affinity, **rest)  # type: ignore[arg-type]
 
 

@@ -142,7 +142,7 @@ def spoiled(planned: Planned, policy_version: str | None) -> EngineReply:
     spans = [PolicySpan(policy_version, 0, int(expected.sampled_ids.size))] if policy_version is not None else []
     return EngineReply(
         reply=expected.reply,
-        prompt_ids=prompt,
+        prompt=prompt,
         sampled_ids=ids,
         logprobs=_spoiled_logprobs(expected.logprobs, kind),
         finish_reason=expected.step.finish_reason if expected.reply.finish_reason != "length" else "length",

@@ -62,14 +62,7 @@ class WireMessage(msgspec.Struct):
 
 
 def wire_message(message: ChatMessage) -> WireMessage:
-    """The message in its wire form: ``raw`` when it has one, else built from the typed fields."""
-    raw = bytes(message.raw)
-    if raw.strip() != b"null":
-        return msgspec.json.decode(raw, type=WireMessage)
-    calls = [WireCall(function=WireFunction(name=c.name, arguments=c.arguments), id=c.id) for c in message.tool_calls]
-    return WireMessage(
-        role=message.role, content=message.text, reasoning=message.reasoning or None, tool_calls=calls or None
-    )
+    return msgspec.json.decode(message.raw, type=WireMessage)
 
 
 def encode(text: str) -> Int32Array:

@@ -1,0 +1,116 @@
+"""The gateway's HTTP/1.1 connection: uvicorn's own, save that a large body of known length is read straight into place.
+
+An agent's request is half a megabyte with every turn. uvicorn hands such a body on in pieces, each of them copied three times
+and each pausing the socket; here the kernel writes into the final buffer, and the application gets it in one piece.
+Invariant: everything else (heads, keep-alive, pipelining, upgrades, replies) is uvicorn's own code. Refuses nothing itself;
+a length above ``DIRECT_BYTES`` takes uvicorn's path, where the application can say 413 before the body has come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+DIRECT_BYTES = 64 * 1024 * 1024
+"""Pages of a buffer cost memory only when they are written, so a client that lies about its length gains nothing."""
+GONE = "polynya.gone"
+"""Extension of the ASGI scope: a future that is done when the connection is lost."""
+_SCRATCH = 64 * 1024
+_SMALL = 16 * 1024
+"""Bodies up to this come whole in one read; nothing is gained."""
+
+
+class _Http(HttpToolsProtocol):
+    """uvicorn's protocol, with the body of the request under way in a buffer of its own."""
+
+    whole: bytearray | None = None
+    at = 0
+    gone: asyncio.Future[None] | None = None
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if self.gone is None:
+            self.gone = self.loop.create_future()
+        cast("dict[str, Any]", self.scope)["extensions"] = {GONE: self.gone}
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self.gone is not None and not self.gone.done():
+            self.gone.set_result(None)
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        length = next((value for name, value in self.headers if name == b"content-length"), b"")
+        chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
+        if (
+            length.isdigit()
+            and not chunked
+            and _SMALL < int(length) <= DIRECT_BYTES
+            and not self.parser.should_upgrade()
+        ):
+            self.whole, self.at = bytearray(int(length)), 0
+
+    def on_body(self, body: bytes) -> None:
+        if self.whole is None:
+            super().on_body(body)
+        else:
+            self.whole[self.at : self.at + len(body)] = body
+            self.at += len(body)
+
+    def on_message_complete(self) -> None:
+        if self.whole is not None:
+            self._hand_on(self.whole)
+        super().on_message_complete()
+
+    def body_read(self) -> None:
+        """The last byte of ``whole`` was read past the parser, which therefore knows nothing of it."""
+        if self.whole is not None:
+            self._hand_on(self.whole)
+        self.parser = httptools.HttpRequestParser(self)
+        if not self.cycle.response_complete:
+            self.cycle.more_body = False
+            self.cycle.message_event.set()
+
+    def _hand_on(self, whole: bytearray) -> None:
+        if not self.cycle.response_complete:
+            self.cycle.body = cast("bytearray", bytes(whole))
+        self.whole = None
+
+
+class GatewayProtocol(asyncio.BufferedProtocol):
+    """Given to uvicorn as ``http=``."""
+
+    def __init__(self, **settings: Any) -> None:
+        self._http = _Http(**settings)
+        self._scratch = bytearray(_SCRATCH)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._http.connection_made(cast("asyncio.Transport", transport))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._http.connection_lost(exc)
+
+    def eof_received(self) -> None:
+        self._http.eof_received()
+
+    def pause_writing(self) -> None:
+        self._http.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._http.resume_writing()
+
+    def get_buffer(self, sizehint: int) -> memoryview | bytearray:
+        whole = self._http.whole
+        return self._scratch if whole is None else memoryview(whole)[self._http.at :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        http = self._http
+        if http.whole is None:
+            http.data_received(bytes(memoryview(self._scratch)[:nbytes]))
+            return
+        http.at += nbytes
+        if http.at == len(http.whole):
+            http.body_read()

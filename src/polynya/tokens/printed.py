@@ -1,0 +1,113 @@
+"""Token ids as engines print them: `1,22,333`. A long prompt is compared in this form, and only what is new of it is read.
+
+Invariant: a printed form that is kept is canonical (decimal, no sign, space or leading zero), so equal text is equal ids and
+the other way round. Refuses what is no list of integers; never skips or guesses an id.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from polynya.schema import Int32Array
+
+_COMMA = ord(",")
+_LEADING_ZERO = re.compile(rb"(?:^|,)0[0-9]")
+
+
+class PrintedIds(msgspec.Struct, frozen=True):
+    """The inside of a JSON list of ids, ``body[start:end]``, not read yet: its reader may find that it is none."""
+
+    body: bytes
+    start: int
+    end: int
+
+    @property
+    def text(self) -> bytes:
+        return self.body[self.start : self.end]
+
+    def after(self, piece: bytes, at: int) -> int:
+        """Where the text goes on behind ``piece`` and a comma, when that stands at ``at``; -1 when other ids do.
+
+        The length of the text plus one when nothing follows.
+        """
+        end = self.start + at + len(piece)
+        if not self.body.startswith(piece, self.start + at, self.end):
+            return -1
+        return -1 if end < self.end and self.body[end] != _COMMA else at + len(piece) + 1
+
+    def shared(self, piece: bytes, at: int) -> int:
+        """Characters of the ids that ``piece`` and the text at ``at`` begin with, both whole; without the comma after them."""
+        here = np.frombuffer(
+            self.body, np.uint8, max(0, min(len(piece), len(self) - at)), min(self.start + at, self.end)
+        )
+        there = np.frombuffer(piece, np.uint8, here.size)
+        differs = here != there
+        same = int(differs.argmax()) if differs.any() else here.size
+        if same == len(self) - at and same < len(piece) and piece[same] == _COMMA:
+            return same
+        return max(0, piece.rfind(b",", 0, same))
+
+    def rest(self, at: int) -> bytes:
+        return self.body[self.start + at : self.end]
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+
+def printed(text: bytes) -> PrintedIds:
+    return PrintedIds(text, 0, len(text))
+
+
+def read_ids(text: bytes) -> Int32Array | None:
+    """Ids of the inside of a JSON list. None when one does not fit into 32 bits: such ids cannot be stored.
+
+    Raises ValueError when it is no list of integers.
+    """
+    if not text or text.isspace():
+        return np.empty(0, dtype=np.int32)
+    readable = not text.translate(None, b"0123456789,- \n\r\t")
+    ids = _numbers(text) if readable else None
+    if ids is None or ids.size != text.count(b",") + 1:
+        raise ValueError(f"no list of integers: it starts with {text.strip()[:60]!r}")
+    return narrowed(ids)
+
+
+def narrowed(ids: np.ndarray[Any, np.dtype[np.int64]]) -> Int32Array | None:
+    """The same in 32 bits, or None when they do not fit."""
+    found = ids.astype(np.int32)
+    return found if np.array_equal(found, ids) else None
+
+
+def _numbers(text: bytes) -> np.ndarray[Any, np.dtype[np.int64]] | None:
+    try:
+        return np.fromstring(text.decode("ascii"), dtype=np.int64, sep=",")
+    except (DeprecationWarning, ValueError):
+        return None
+
+
+def reread(text: bytes) -> Int32Array:
+    """Ids of a canonical text that was read before."""
+    return np.fromstring(text.decode("ascii"), dtype=np.int32, sep=",") if text else np.empty(0, dtype=np.int32)
+
+
+def print_ids(ids: Int32Array) -> bytes:
+    return ",".join(map(str, ids.tolist())).encode()
+
+
+def is_canonical(text: bytes) -> bool:
+    """For a text that ``read_ids`` could read."""
+    if text.translate(None, b"0123456789,"):
+        return False
+    return (b",0" not in text and not text.startswith(b"0")) or _LEADING_ZERO.search(text) is None
+
+
+def offset_of(text: bytes, index: int) -> int:
+    """Where the id with this index begins in a canonical text; 1 past its end for the index after the last."""
+    if index == 0:
+        return 0
+    commas = np.flatnonzero(np.frombuffer(text, dtype=np.uint8) == _COMMA)
+    return int(commas[index - 1]) + 1 if index <= commas.size else len(text) + 1
