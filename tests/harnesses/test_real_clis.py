@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from polynya.config import GatewaySettings, Settings, cache_dir
+from polynya.config import cache_dir
 from polynya.engines.scripted import Script, ScriptedEngine
 from polynya.engines.scripted.script import Fault, ScriptedCall, Step
 from polynya.rollout.runner import Runner, RunOptions
@@ -59,8 +59,7 @@ async def run(folder: Path, name: str, settings: dict[str, Any], script: Script)
         },
         "test",
     )
-    gateway = GatewaySettings(engine_retries=0)
-    options = RunOptions(out=folder, cache=cache_dir(), settings=Settings(gateway=gateway))
+    options = RunOptions(out=folder, cache=cache_dir())
     await Runner([task], ScriptedEngine(script), options).run()
     result: dict[str, Any] = json.loads((folder / "sessions.jsonl").read_text())
     return result
@@ -128,7 +127,7 @@ async def test_a_prompt_that_does_not_fit_is_a_failure_and_no_infrastructure(
 async def test_an_engine_that_fails_once_is_asked_again(
     name: str, dialect: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    """By the client itself: the gateway's own retries are off."""
+    """By the client itself: the in-process engine has no retries of its own."""
     failing = Step(text="Done.", fault=Fault(kind="http_error", status=503, times=1))
     result = await run(tmp_path / "run", name, settings, Script(steps=[failing]))
     assert (result["status"], result["reward"], result["num_traces"]) == ("completed", 0.0, 1)

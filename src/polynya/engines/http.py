@@ -1,9 +1,10 @@
 """A thin pooled HTTP client for engines: requests, bounded retries, and transport failures as ``polynya.errors``.
 
 Invariant: an answer is whole or it is an error; a body that broke off is never handed on. A cancelled task closes its
-connection, so that the server aborts. Retried are only: no connection, a connection lost before the first byte of an
-answer, and the statuses that say "later" (``RETRY_STATUSES``). A request that may have been worked on and is sent again is
-counted in ``Answer.resent``. Refuses to wait longer than ``retry_after_cap`` for a server.
+connection, so that the server aborts. Retried are only: no connection, a connection lost before the answer was whole, JSON
+that stops before its end, and the statuses that say "later" (``RETRY_STATUSES``). Nobody has seen an answer that broke off,
+so asking again costs one generation; handed on, it would end the run of every agent whose stream has begun. A request that
+may have been worked on and is sent again is counted in ``Answer.resent``. Refuses to wait longer than ``retry_after_cap``.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class Answer(msgspec.Struct, frozen=True):
 
     @property
     def flags(self) -> dict[str, int]:
-        return {"upstream_retries": self.retries} if self.retries else {}
+        counted = {"upstream_retries": self.retries, "upstream_resent": self.resent}
+        return {name: count for name, count in counted.items() if count}
 
 
 class _ErrorBody(msgspec.Struct):
@@ -125,11 +127,11 @@ class EngineHttp:
     ) -> tuple[bytes | EngineError, float | None, bool]:
         """``(body or failure, seconds to wait at least or None: do not retry, may the engine have worked on it)``."""
         url = self.base_url + path
-        started = False
         try:
             async with self._http().request(method, url, data=body, headers=headers, allow_redirects=False) as answer:
-                started = True
                 data = await answer.read()
+                if answer.status < 300 and _is_cut(answer.content_type, data):
+                    return _cut_short(url, data), 0.0, True
                 if answer.status < 300:
                     return data, None, False
                 after = retry_after_seconds(answer.headers.get("Retry-After"))
@@ -143,9 +145,11 @@ class EngineHttp:
         except aiohttp.ClientConnectorError as exc:
             return self._unreachable(url, str(exc.os_error)), 0.0, False
         except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as exc:
-            return self._unreachable(url, f"connection lost: {exc}"), None if started else 0.0, True
+            return self._unreachable(url, f"connection lost: {exc}"), 0.0, True
+        except aiohttp.ClientPayloadError as exc:
+            return self._unreachable(url, f"answer broke off: {exc}"), 0.0, True
         except aiohttp.ClientError as exc:
-            return self._unreachable(url, f"answer broke off: {exc}"), None, True
+            return self._unreachable(url, f"answer cannot be read: {exc}"), None, True
 
     def _unreachable(self, url: str, why: str) -> EngineUnavailable:
         return EngineUnavailable(f"engine at {url}: {why}", fix="check that the server runs and the base URL is right")
@@ -154,6 +158,18 @@ class EngineHttp:
         if self._session is not None:
             await self._session.close()
             self._session = None
+
+
+def _is_cut(content_type: str, body: bytes) -> bool:
+    """JSON that does not reach its own end, in a body that is whole for HTTP: something on the way cut it."""
+    return content_type == "application/json" and body.rstrip()[-1:] not in (b"", b"}", b"]")
+
+
+def _cut_short(url: str, body: bytes) -> EngineProtocolError:
+    return EngineProtocolError(
+        f"engine at {url}: the JSON of its answer stops after {len(body)} bytes, at {body[-40:]!r}",
+        fix="see what stands between polynya and the engine: a router that cuts bodies, or a crash",
+    )
 
 
 def status_error(status: int, body: bytes, url: str, retry_after: float | None = None) -> EngineError:
