@@ -1,4 +1,4 @@
-"""The command-line agents for real on an engine that misbehaves: seven at a time, each in its sandbox, one engine over HTTP.
+"""The command-line agents for real on an engine that misbehaves: all at a time, each in its sandbox, one engine over HTTP.
 
 The engine is a server of its own on a real socket, so the faults meet polynya's engine client as they would in a cluster. All
 of them strike the second of three replies, after the engine seemed to work for longer than the gateway holds back the headers
@@ -28,6 +28,7 @@ pytestmark = [pytest.mark.harness, pytest.mark.sandbox, pytest.mark.clis]
 SHELLS = {
     "claude_code": ("Bash", "command"),
     "codex": ("exec_command", "cmd"),
+    "codex_ws": ("exec_command", "cmd"),
     "gemini_cli": ("run_shell_command", "command"),
     "mini_swe_agent": ("bash", "command"),
     "opencode": ("bash", "command"),
@@ -35,6 +36,7 @@ SHELLS = {
     "qwen_code": ("run_shell_command", "command"),
 }
 """The tool of each agent that runs a command, and the name of its parameter."""
+OTHER_THAN_THEIR_NAME = {"codex_ws": {"name": "codex", "settings": {"websockets": True}}}
 EXTRA = {"opencode": {"description": "Work"}, "qwen_code": {"is_background": False}}
 MORE_THAN_THE_GRACE = 1.0
 """Seconds: by then the headers of a stream are out (``GatewaySettings.first_event_grace`` is 0.25)."""
@@ -59,7 +61,7 @@ def task_of(name: str) -> Any:
         {
             "task_id": name,
             "instruction": "Create notes.txt that says hello world.",
-            "harness": {"name": name},
+            "harness": OTHER_THAN_THEIR_NAME.get(name, {"name": name}),
             "runtime": {"name": "bubblewrap"},
             "evaluator": {"name": "command", "command": 'test "$(cat notes.txt)" = "hello world"'},
             "budgets": {"init": 600, "run": 240},

@@ -129,6 +129,7 @@ def test_codex_configuration() -> None:
         "base_url": f"{BASE}/v1",
         "env_key": "POLYNYA_SESSION_KEY",
         "wire_api": "responses",
+        "supports_websockets": False,
     }
     assert config["agents"] == {"enabled": False}
     assert not any(config["features"].values())

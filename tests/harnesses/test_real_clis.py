@@ -16,6 +16,7 @@ import pytest
 from polynya.config import cache_dir
 from polynya.engines.scripted import Script, ScriptedEngine
 from polynya.engines.scripted.script import Fault, ScriptedCall, Step
+from polynya.gateway.app import GatewayApp
 from polynya.rollout.runner import Runner, RunOptions
 from polynya.schema import parse_task
 
@@ -42,11 +43,12 @@ RUNS = [
     case("claude_code", ANTHROPIC, bare=True),
     case("claude_code", ANTHROPIC, experimental_betas=False),
     case("codex", RESPONSES, multi_agent=True),
+    case("codex", RESPONSES, websockets=True),
     case("qwen_code", CHAT, bare=True),
 ]
 
 
-async def run(folder: Path, name: str, settings: dict[str, Any], script: Script) -> dict[str, Any]:
+async def run(folder: Path, name: str, settings: dict[str, Any], engine: Script | ScriptedEngine) -> dict[str, Any]:
     task = parse_task(
         {
             "task_id": "t",
@@ -60,7 +62,8 @@ async def run(folder: Path, name: str, settings: dict[str, Any], script: Script)
         "test",
     )
     options = RunOptions(out=folder, cache=cache_dir())
-    await Runner([task], ScriptedEngine(script), options).run()
+    engine = ScriptedEngine(engine) if isinstance(engine, Script) else engine
+    await Runner([task], engine, options).run()
     result: dict[str, Any] = json.loads((folder / "sessions.jsonl").read_text())
     return result
 
@@ -82,6 +85,29 @@ async def test_does_its_task_with_one_exact_row(
     row = pq.read_table(tmp_path / "run" / "traces.parquet").to_pylist()[0]
     assert sum(row["loss_mask"]) == ledger["trained"]
     assert "--help: create notes.txt" in row["messages"]
+
+
+@pytest.mark.clis
+@pytest.mark.parametrize("multi_agent", [False, True])
+async def test_codex_over_a_websocket_posts_nothing(
+    multi_agent: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One connection, a warm-up that is answered without the engine, and then the calls."""
+    seen: list[tuple[str, str]] = []
+    original = GatewayApp.__call__
+
+    async def spying(app: GatewayApp, scope: Any, receive: Any, send: Any) -> None:
+        seen.append((scope["type"], scope["path"].partition("/v1/")[2]))
+        await original(app, scope, receive, send)
+
+    monkeypatch.setattr(GatewayApp, "__call__", spying)
+    engine = ScriptedEngine(Script())
+    settings = {"websockets": True, "multi_agent": multi_agent}
+    result = await run(tmp_path / "run", "codex", settings, engine)
+    assert (result["status"], result["num_calls"], result["num_traces"]) == ("completed", 2, 1)
+    assert result["ledger"]["captured"] == result["ledger"]["trained"] > 0
+    assert seen == [("websocket", "responses")]
+    assert engine.desk.started == 2
 
 
 def bash(command: str) -> Step:

@@ -15,6 +15,7 @@ from polynya.dialects.neutral import ChatMessage, Role, SamplingParams, ToolCall
 
 encode = msgspec.json.Encoder().encode
 _any = msgspec.json.Decoder()
+decode = _any.decode
 _ESCAPE = re.compile(
     rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL
 )

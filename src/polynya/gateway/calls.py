@@ -223,7 +223,9 @@ class Calls:
             )
         reply = ChatReply(text="The budget of this session is spent. I stop here.", finish_reason="stop")
         reply_id = f"{session.session_id}.budget{session.flags['budget_exhausted']}"
-        return Answer(reply=reply, head=self._head(reply_id, request), call=None)
+        answer = Answer(reply=reply, head=self._head(reply_id, request), call=None)
+        session.remember_response(request, answer)
+        return answer
 
     def _head(self, reply_id: str, request: ChatRequest) -> ReplyHead:
         return ReplyHead(reply_id=f"chatcmpl-{reply_id}", created=int(self._clock()), model=request.model)

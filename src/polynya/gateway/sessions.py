@@ -51,6 +51,8 @@ class GatewaySession:
         self.in_flight: dict[bytes, CallRun] = {}
         self.replies: OrderedDict[bytes, Answer] = OrderedDict()
         self._responses: dict[str, list[ChatMessage]] = {}
+        self.stored: dict[str, tuple[ChatRequest, Answer]] = {}
+        """Replies that the client may ask for again by id."""
         self.flags: Counter[str] = Counter()
         self.calls_begun = 0
         self.refused_after_budget = 0
@@ -86,7 +88,11 @@ class GatewaySession:
         ]
 
     def with_history(self, request: ChatRequest) -> ChatRequest | WireError:
-        """The request with the messages that ``previous_response_id`` stands for. Unknown ids are an error, never lost history."""
+        """The request with the messages that ``previous_response_id`` stands for. Unknown ids are an error, never lost history.
+
+        ``store: false`` does not make an id unknown: on a WebSocket the provider continues such replies too, and the
+        session has captured them anyway. It only keeps ``GET /v1/responses/{id}`` from showing them.
+        """
         previous = request.previous_response_id
         if not previous:
             return request
@@ -94,17 +100,27 @@ class GatewaySession:
         if history is None:
             message = f"previous_response_id: {previous!r} is not known in this session"
             return WireError(fault=Fault.NOT_FOUND, message=message, field="previous_response_id")
-        own_system = request.messages[:1] if request.messages and request.messages[0].role == "system" else []
-        rest = request.messages[len(own_system) :]
-        return msgspec.structs.replace(request, messages=[*own_system, *history, *rest])
+        own = int(request.instructions)
+        messages = [*request.messages[:own], *history, *request.messages[own:]]
+        return msgspec.structs.replace(request, messages=messages)
 
     def remember_response(self, request: ChatRequest, answer: Answer) -> None:
         """What a later request may name as its history (instructions are not carried over, as with the provider)."""
         if request.dialect == "openai_responses":
-            reply = answer.reply
+            reply, response_id = answer.reply, f"resp_{answer.head.reply_id}"
             said = chat_message("assistant", text=reply.text, reasoning=reply.reasoning, tool_calls=reply.tool_calls)
-            begin = 1 if request.messages and request.messages[0].role == "system" else 0
-            self._responses[f"resp_{answer.head.reply_id}"] = [*request.messages[begin:], said]
+            self._responses[response_id] = [*request.messages[int(request.instructions) :], said]
+            if request.stored:
+                self.stored[response_id] = (request, answer)
+
+    def remember_input(self, request: ChatRequest, reply_id: str) -> None:
+        """The history of a response that was asked for without generation: its input, nothing said."""
+        self._responses[f"resp_{reply_id}"] = request.messages[int(request.instructions) :]
+
+    def forget_response(self, response_id: str) -> bool:
+        """The client deletes it: nothing continues it any more. What was captured stays. False: not known."""
+        self._responses.pop(response_id, None)
+        return self.stored.pop(response_id, None) is not None
 
     def keep_reply(self, digest: bytes, answer: Answer) -> None:
         self.replies[digest] = answer

@@ -40,6 +40,8 @@ class CodexSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """False: AGENTS.md of the workspace is not read."""
     tool_output_tokens: Annotated[int, msgspec.Meta(ge=100)] | None = None
     """A longer tool output is cut in its middle."""
+    websockets: bool = False
+    """True: one WebSocket a thread, where each turn sends only what is new, in place of a POST of the whole."""
 
 
 class Codex(NpmCli):
@@ -108,6 +110,7 @@ def config_toml(endpoint: Endpoint, settings: CodexSettings, home: str) -> str:
             "base_url": f"{endpoint.base_url}/v1",
             "env_key": KEY_VARIABLE,
             "wire_api": "responses",
+            "supports_websockets": settings.websockets,
         },
         "agents": {"enabled": settings.multi_agent},
         "features": dict.fromkeys(OFF, False) | {"goals": settings.goals},
