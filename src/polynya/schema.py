@@ -84,6 +84,7 @@ class Exclusion(StrEnum):
     CANCELLED = "cancelled"
     """The call was cancelled while the engine worked; its tokens are unknown and counted as zero."""
     SUPERSEDED_RETRY = "superseded_retry"
+    """A compaction that the harness rejected: the next call of the same agent asks for it again."""
     AUXILIARY_LANE = "auxiliary_lane"
     COMPACTION_LANE = "compaction_lane"
     ATTEMPT_LOST = "attempt_lost"
@@ -144,6 +145,8 @@ class EvaluatorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 class BuilderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str = "prefix_merging"
+    extra_lanes: list[Literal["auxiliary", "compaction"]] = []
+    """Lanes that are trained too, beside the main agent and its sub-agents."""
 
 
 class SamplingSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -297,6 +300,11 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     """Order of begin in its attempt."""
     dialect: str
     lane: str
+    lane_rule: str
+    """The rule that gave a lane other than ``main``; empty: none applied."""
+    agent: str
+    """The harness's own name of the agent that asked; empty when it gives none."""
+    parent_agent: str
     model: str
     outcome: str
     """``ok``, ``cancelled``, ``failed``, ``unfinished``."""

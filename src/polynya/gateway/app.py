@@ -20,7 +20,7 @@ from polynya.dialects.neutral import ChatRequest, ReplyHead
 from polynya.dialects.registry import DIALECTS
 from polynya.gateway.calls import Answer, CallFailed, CallRun, Calls, body_digest
 from polynya.gateway.connection import BodyTooLarge, ClientGone, Exchange, Head, Headers, Receive, Scope, Send, Turn
-from polynya.gateway.lanes import lane_of
+from polynya.gateway.lanes import maker_of
 from polynya.gateway.sessions import GatewaySession, Keyring
 from polynya.gateway.websocket import OFF_LOOP_BYTES, Frame, ResponsesSocket, SocketTurn
 
@@ -203,8 +203,8 @@ class GatewayApp:
     ) -> None:
         digest = body_digest(path, body)
         is_retry = any(exchange.headers.get(name, "0") not in ("", "0") for name in _RETRY_HEADERS)
-        lane = lane_of(exchange.headers, request)
-        run = self._calls.start(session, request, digest, len(body), lane=lane, is_retry=is_retry)
+        maker = maker_of(exchange.headers, request)
+        run = self._calls.start(session, request, digest, len(body), maker=maker, is_retry=is_retry)
         try:
             if request.stream and not _as_array(exchange, request):
                 answer = await self._stream(exchange, dialect, session, request, run)

@@ -30,14 +30,15 @@ from polynya.errors import (
     EngineTimeout,
     EngineUnavailable,
 )
+from polynya.gateway.lanes import CompactionWatch, Maker
 from polynya.gateway.sampling import effective
 from polynya.gateway.sessions import FREE_FINAL_ANSWERS, GatewaySession
-from polynya.schema import Lane
 from polynya.tokens.validate import judge
 
 _BYTES_PER_TOKEN = 2
 """No real tokenizer packs prose or JSON looser than this, so a body of n bytes holds at most n / 2 prompt tokens."""
 _encode = msgspec.json.Encoder().encode
+MAIN = Maker()
 
 
 class CallFailed(Exception):
@@ -92,7 +93,7 @@ class Calls:
         digest: bytes,
         body_size: int,
         *,
-        lane: Lane = Lane.MAIN,
+        maker: Maker = MAIN,
         is_retry: bool,
     ) -> CallRun:
         """Join, replay or begin a call. The run's task ends with an Answer, CallFailed or CancelledError."""
@@ -107,7 +108,7 @@ class Calls:
             return CallRun(asyncio.ensure_future(_done(earlier)))
         run = CallRun(
             asyncio.create_task(
-                self._call(session, request, digest, body_size, lane), name=f"call {session.session_id}"
+                self._call(session, request, digest, body_size, maker), name=f"call {session.session_id}"
             )
         )
         session.in_flight[digest] = run
@@ -131,16 +132,21 @@ class Calls:
                 self._store.delivered(session.capture, answer.call)
 
     async def _call(
-        self, session: GatewaySession, request: ChatRequest, digest: bytes, body_size: int, lane: Lane
+        self, session: GatewaySession, request: ChatRequest, digest: bytes, body_size: int, maker: Maker
     ) -> Answer:
         async with session.slots:
             if session.budget_spent:
                 return self._final_answer(session, request)
+            if not session.compactions.allows(maker):
+                raise self._compacts_for_ever(session)
             session.calls_begun += 1
             sampling = await self._clamped(request, effective(request.sampling, session.grant.sampling), body_size)
             start = CallStart(
                 dialect=request.dialect,
-                lane=lane,
+                lane=maker.lane,
+                lane_rule=maker.rule,
+                agent=maker.agent,
+                parent_agent=maker.parent_agent,
                 model=request.model,
                 body_digest=digest,
                 messages=[bytes(message.raw) for message in request.messages],
@@ -211,6 +217,15 @@ class Calls:
         except EngineError:
             return msgspec.structs.replace(sampling, max_tokens=min(sampling.max_tokens, window))
         return msgspec.structs.replace(sampling, max_tokens=max(1, min(sampling.max_tokens, room)))
+
+    def _compacts_for_ever(self, session: GatewaySession) -> CallFailed:
+        """No answer would help: the agents that can end take an overflow in a compaction for the end."""
+        session.flags["compaction_loop"] += 1
+        message = (
+            f"the prompt is too long: {CompactionWatch.IN_A_ROW} compactions in a row made no room, so what the harness always "
+            f"sends does not fit a window of {self._engine.info.window} tokens; use a model with a larger one"
+        )
+        return CallFailed(WireError(fault=Fault.CONTEXT_OVERFLOW, message=message, field="messages"))
 
     def _final_answer(self, session: GatewaySession, request: ChatRequest) -> Answer:
         """The budget is spent: a whole, tool-free reply that no engine sampled and that nothing trains."""

@@ -20,6 +20,7 @@ from polynya.capture.store import SessionCapture
 from polynya.dialects.base import Fault, WireError
 from polynya.dialects.neutral import ChatMessage, ChatRequest
 from polynya.dialects.wire import chat_message
+from polynya.gateway.lanes import CompactionWatch
 from polynya.schema import Budgets, SamplingSpec
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class GatewaySession:
         self.stored: dict[str, tuple[ChatRequest, Answer]] = {}
         """Replies that the client may ask for again by id."""
         self.flags: Counter[str] = Counter()
+        self.compactions = CompactionWatch()
         self.calls_begun = 0
         self.refused_after_budget = 0
         self.capture_error = ""

@@ -78,6 +78,8 @@ class ClaudeCode(NpmCli):
             "ANTHROPIC_API_KEY": endpoint.api_key,
             **dict.fromkeys(MODEL_VARIABLES, endpoint.model),
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            # It says with each call whether it is the main agent, a sub-agent, a compaction or a side call.
+            "CLAUDE_CODE_GATEWAY_HINT_HEADERS": "1",
             # Root may skip permissions only where it says that it is in a sandbox.
             "IS_SANDBOX": "1",
         }
