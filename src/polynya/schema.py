@@ -96,6 +96,16 @@ class Exclusion(StrEnum):
 # --- what is asked -----------------------------------------------------------------------------------------------
 
 
+class McpServer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A Model Context Protocol server that the agent starts inside its sandbox and talks to over stdio."""
+
+    name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,39}$(?!\n)")]
+    command: Annotated[str, msgspec.Meta(min_length=1, pattern=r"^[^\x00]*$")]
+    """A program of the runtime, not a line for a shell; relative to the workspace when it holds a slash."""
+    args: list[ProgramText] = []
+    env: dict[VariableName, ProgramText] = {}
+
+
 class HarnessSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The agent program. ``settings`` belong to the harness and are checked by it."""
 
@@ -104,7 +114,8 @@ class HarnessSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """None: the version that polynya pins."""
     settings: dict[str, Any] = {}
     env: dict[VariableName, ProgramText] = {}
-    mcp_servers: list[dict[str, Any]] = []
+    mcp_servers: list[McpServer] = []
+    """Handed to the agent in its own configuration; refused by a harness that has no MCP client."""
 
 
 class RepoSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -52,16 +52,9 @@ def test_variables_of_the_task_reach_it_but_not_over_the_endpoint(name: str) -> 
 
 
 @pytest.mark.parametrize("name", PRESETS)
-@pytest.mark.parametrize(
-    ("spec", "names"),
-    [
-        ({"settings": {"temperature": 1}}, "temperature"),
-        ({"mcp_servers": [{"name": "x"}]}, "mcp_servers"),
-    ],
-)
-def test_what_it_does_not_know_is_refused(name: str, spec: dict[str, Any], names: str) -> None:
-    with pytest.raises(TaskFileError, match=names):
-        harness(name).validate(HarnessSpec(name=name, **spec))
+def test_what_it_does_not_know_is_refused(name: str) -> None:
+    with pytest.raises(TaskFileError, match="temperature"):
+        harness(name).validate(HarnessSpec(name=name, settings={"temperature": 1}))
 
 
 @pytest.mark.parametrize(
