@@ -66,6 +66,8 @@ SIDE_CALLS = [
      "pi_compaction", Lane.COMPACTION),
     ({"system": "You are an expert software engineer that generates concise, one-line Git commit messages based on the"},
      "aider_commit_message", Lane.AUXILIARY),
+    ({"user": "You are maintaining a context-aware state summary for an interactive agent.\nYou will be given a list"},
+     "openhands_compaction", Lane.COMPACTION),
 ]  # fmt: skip
 
 

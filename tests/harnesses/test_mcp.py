@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import tomllib
 from pathlib import Path
@@ -14,7 +15,7 @@ from polynya.config import cache_dir
 from polynya.engines.scripted import Script, ScriptedEngine
 from polynya.engines.scripted.script import ScriptedCall, Step
 from polynya.errors import TaskFileError
-from polynya.harnesses import harness
+from polynya.harnesses import _python, harness, openhands
 from polynya.harnesses.base import Endpoint, Installed, Launch
 from polynya.rollout.runner import Runner, RunOptions
 from polynya.schema import HarnessSpec, McpServer, parse_task
@@ -24,6 +25,8 @@ SERVERS = [
     McpServer(name="lab", command="/bin/sh", args=["a b", 'c"d'], env={"KEY.X": 'v "1"\n', "B": ""}),
     McpServer(name="other-one", command="./serve"),
 ]
+PYTHON = asyncio.run(_python.find(openhands.PYTHON))
+NO_PYTHON = pytest.mark.skipif(PYTHON is None, reason=f"openhands needs Python {openhands.PYTHON}, and there is none")
 WITH_CLIENT = ("claude_code", "codex", "gemini_cli", "opencode", "pi", "qwen_code")
 WITHOUT_CLIENT = [("mini_swe_agent", {}), ("shell", {"command": "true"})]
 
@@ -120,11 +123,19 @@ while read -r line; do
   [ -z "$id" ] || printf '{"jsonrpc":"2.0","id":%s,"result":%s}\\n' "$id" "$result"
 done
 """
+RISK = {"openhands": {"security_risk": "LOW", "summary": "Ask"}}
+
+
+def marks_of(name: str) -> list[pytest.MarkDecorator]:
+    return {"pi": [], "openhands": [pytest.mark.clis, NO_PYTHON]}.get(name, [pytest.mark.clis])
+
+
 REAL = [
     ("claude_code", "mcp__lab__oracle_ask", False),
     ("codex", "mcp__lab__oracle_ask", True),
     ("gemini_cli", "mcp_lab_oracle_ask", True),
     ("opencode", "lab_oracle_ask", True),
+    ("openhands", "oracle_ask", True),
     ("pi", "mcp__lab__oracle_ask", True),
     ("qwen_code", "mcp__lab__oracle_ask", False),
 ]
@@ -134,13 +145,16 @@ REAL = [
 @pytest.mark.sandbox
 @pytest.mark.parametrize(
     ("name", "tool", "declared"),
-    [pytest.param(*row, marks=[] if row[0] == "pi" else [pytest.mark.clis], id=row[0]) for row in REAL],
+    [pytest.param(*row, marks=marks_of(row[0]), id=row[0]) for row in REAL],
 )
 async def test_the_model_is_offered_the_tool_and_gets_its_answer(
     name: str, tool: str, declared: bool, tmp_path: Path
 ) -> None:
     """claude_code and qwen_code name it in the prompt and declare it only when the model searches for it."""
-    asks = Step(text="Working.", tool_calls=[ScriptedCall(name=tool, arguments='{"question":"what"}')])
+    asks = Step(
+        text="Working.",
+        tool_calls=[ScriptedCall(name=tool, arguments=json.dumps({"question": "what", **RISK.get(name, {})}))],
+    )
     server = {"name": "lab", "command": "/bin/sh", "args": ["oracle.sh"], "env": {"ANSWER": "forty two"}}
     task = parse_task(
         {
@@ -158,7 +172,7 @@ async def test_the_model_is_offered_the_tool_and_gets_its_answer(
     await Runner([task], engine, RunOptions(out=folder, cache=cache_dir())).run()
     result = json.loads((folder / "sessions.jsonl").read_text())
     assert (result["status"], result["error"], result["num_calls"]) == ("completed", None, 2)
-    (row,) = pq.read_table(folder / "traces.parquet").to_pylist()
+    row = pq.read_table(folder / "traces.parquet").to_pylist()[-1]
     offered = [offer["function"]["name"] for offer in json.loads(row["tools"])]
     assert (tool in offered) is declared
     *before, said, answer, _ = json.loads(row["messages"])

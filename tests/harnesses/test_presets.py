@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from polynya.errors import TaskFileError
-from polynya.harnesses import harness
+from polynya.harnesses import BUILT_IN, harness
 from polynya.harnesses.base import Endpoint, Installed, Launch, Verdict
 from polynya.runtimes.base import ExecResult
 from polynya.schema import HarnessSpec
@@ -36,6 +36,19 @@ def test_the_instruction_goes_in_by_stdin_only(name: str) -> None:
     assert made.stdin == INSTRUCTION.encode()
     assert INSTRUCTION not in " ".join(made.argv)
     assert made.argv[0] == f"/cache/{name}"
+
+
+@pytest.mark.parametrize("name", sorted(BUILT_IN))
+def test_a_long_instruction_is_no_argument_and_no_variable(name: str) -> None:
+    """The kernel refuses either beyond 128 KiB."""
+    spec = HarnessSpec(name=name, settings={"command": "true"} if name == "shell" else {})
+    programs = {name: f"/cache/{name}", "node": "/cache/node", "python": "/cache/python"}
+    text = "x" * 300_000
+    made = harness(name).launch(
+        spec, text, ENDPOINT, Installed(version="1", programs=programs), workdir="/workspace", home="/home/agent"
+    )
+    assert max(map(len, [*made.argv, *made.env.values()])) < 10_000
+    assert text in (made.stdin or b"").decode() + "".join(made.home_files.values())
 
 
 @pytest.mark.parametrize("name", PRESETS)

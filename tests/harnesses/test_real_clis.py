@@ -5,6 +5,7 @@ All but pi are marked ``clis`` too: their installation is 100 to 750 MB each, on
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from pathlib import Path
@@ -17,6 +18,7 @@ from polynya.config import cache_dir
 from polynya.engines.scripted import Script, ScriptedEngine
 from polynya.engines.scripted.script import Fault, ScriptedCall, Step
 from polynya.gateway.app import GatewayApp
+from polynya.harnesses import _python, openhands
 from polynya.rollout.runner import Runner, RunOptions
 from polynya.schema import parse_task
 
@@ -124,6 +126,25 @@ async def test_mini_swe_agent_does_its_task_with_one_exact_row(tmp_path: Path) -
     assert (result["status"], result["exit_code"], result["error"]) == ("completed", 0, None)
     assert (result["reward"], result["num_calls"], result["num_traces"]) == (1.0, 2, 1)
     assert result["ledger"]["captured"] == result["ledger"]["trained"] > 0
+
+
+PYTHON = asyncio.run(_python.find(openhands.PYTHON))
+
+
+@pytest.mark.clis
+@pytest.mark.skipif(PYTHON is None, reason=f"openhands needs Python {openhands.PYTHON}, and there is none")
+async def test_openhands_does_its_task_with_one_exact_row(tmp_path: Path) -> None:
+    """Its tools want to be told how risky they are."""
+    arguments = {"command": "printf 'hello world' > notes.txt", "security_risk": "LOW", "summary": "Create notes.txt"}
+    act = Step(text="Working.", tool_calls=[ScriptedCall(name="terminal", arguments=json.dumps(arguments))])
+    result = await run(tmp_path / "run", "openhands", {}, Script(steps=[act, Step(text="Done.")]))
+    assert (result["status"], result["exit_code"], result["error"]) == ("completed", 0, None)
+    assert (result["reward"], result["num_calls"], result["num_traces"]) == (1.0, 2, 1)
+    assert result["ledger"]["captured"] == result["ledger"]["trained"] > 0
+    (row,) = pq.read_table(tmp_path / "run" / "traces.parquet").to_pylist()
+    assert json.loads(row["messages"])[1]["content"] == [
+        {"type": "text", "text": "--help: create notes.txt that says hello world"}
+    ]
 
 
 @pytest.mark.clis

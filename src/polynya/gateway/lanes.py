@@ -166,6 +166,12 @@ RULES: tuple[Rule, ...] = (
         Lane.AUXILIARY,
         _system("You are an expert software engineer that generates concise, one-line Git commit messages"),
     ),
+    # openhands
+    Rule(
+        "openhands_compaction",
+        Lane.COMPACTION,
+        _asks("You are maintaining a context-aware state summary for an interactive agent."),
+    ),
     # Sub-agents come last: a sub-agent's compaction is a compaction.
     Rule("claude_code_subagent", Lane.SUBAGENT, _header("x-claude-code-agent-id")),
     Rule("codex_subagent", Lane.SUBAGENT, _header("x-openai-subagent")),

@@ -1,4 +1,4 @@
-"""The command-line agents for real on an engine that misbehaves: all at a time, each in its sandbox, one engine over HTTP.
+"""The command-line agents for real, all at a time, each in its sandbox: on an engine that misbehaves, and with a long task.
 
 The engine is a server of its own on a real socket, so the faults meet polynya's engine client as they would in a cluster. All
 of them strike the second of three replies, after the engine seemed to work for longer than the gateway holds back the headers
@@ -8,7 +8,9 @@ pi (gemini_cli with exit code 0). Every agent does its task to the end all the s
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from polynya.config import NodeLimits, Settings, cache_dir
 from polynya.engines.compatible import CompatibleEngine
 from polynya.engines.scripted import Script, ScriptedApp, serve
 from polynya.engines.scripted.script import Fault, ScriptedCall, Step
+from polynya.harnesses import _python
 from polynya.rollout.runner import Runner, RunOptions
 from polynya.schema import parse_task
 
@@ -32,19 +35,28 @@ SHELLS = {
     "gemini_cli": ("run_shell_command", "command"),
     "mini_swe_agent": ("bash", "command"),
     "opencode": ("bash", "command"),
+    "openhands": ("terminal", "command"),
     "pi": ("bash", "command"),
     "qwen_code": ("run_shell_command", "command"),
 }
 """The tool of each agent that runs a command, and the name of its parameter."""
 OTHER_THAN_THEIR_NAME = {"codex_ws": {"name": "codex", "settings": {"websockets": True}}}
-EXTRA = {"opencode": {"description": "Work"}, "qwen_code": {"is_background": False}}
+EXTRA = {
+    "opencode": {"description": "Work"},
+    "openhands": {"security_risk": "LOW", "summary": "Work"},
+    "qwen_code": {"is_background": False},
+}
+AGENTS = [name for name in SHELLS if name != "openhands" or asyncio.run(_python.find("3.12")) is not None]
+"""openhands where there is the Python that it needs."""
 MORE_THAN_THE_GRACE = 1.0
 """Seconds: by then the headers of a stream are out (``GatewaySettings.first_event_grace`` is 0.25)."""
 
 
 def step(name: str, command: str, **fields: Any) -> Step:
     tool, parameter = SHELLS[name]
-    arguments = json.dumps({parameter: command, **EXTRA.get(name, {})}, separators=(",", ":"))
+    # As each of them writes arguments that it gives back; openhands writes them like Python.
+    separators = None if name == "openhands" else (",", ":")
+    arguments = json.dumps({parameter: command, **EXTRA.get(name, {})}, separators=separators)
     return Step(text="Working.", tool_calls=[ScriptedCall(name=tool, arguments=arguments)], **fields)
 
 
@@ -56,11 +68,11 @@ def script_of(name: str, **second: Any) -> list[Step]:
     return [step(name, "printf 'hello world' > notes.txt"), step(name, "cat notes.txt", **second), last]
 
 
-def task_of(name: str) -> Any:
+def task_of(name: str, instruction: str) -> Any:
     return parse_task(
         {
             "task_id": name,
-            "instruction": "Create notes.txt that says hello world.",
+            "instruction": instruction,
             "harness": OTHER_THAN_THEIR_NAME.get(name, {"name": name}),
             "runtime": {"name": "bubblewrap"},
             "evaluator": {"name": "command", "command": 'test "$(cat notes.txt)" = "hello world"'},
@@ -71,13 +83,16 @@ def task_of(name: str) -> Any:
     )
 
 
-async def run_all(folder: Path, **second: Any) -> tuple[dict[str, dict[str, Any]], ScriptedApp]:
+async def run_all(
+    folder: Path, instruction: str = "Create notes.txt that says hello world.", **second: Any
+) -> tuple[dict[str, dict[str, Any]], ScriptedApp]:
     """All agents at once on one engine. Results by harness, and the engine."""
-    app = ScriptedApp(Script(sessions={f"{name}.0": script_of(name, **second) for name in SHELLS}))
+    sessions = {f"{name}.0": script_of(name, **second) for name in AGENTS}
+    app = ScriptedApp(Script(sessions=sessions, window=2_000_000))
     async with serve(app) as url:
         settings = Settings(node=NodeLimits(init=8, ready=8, running=8, postrun=2))
         options = RunOptions(out=folder, cache=cache_dir(), settings=settings)
-        await Runner([task_of(name) for name in SHELLS], CompatibleEngine(url), options).run()
+        await Runner([task_of(name, instruction) for name in AGENTS], CompatibleEngine(url), options).run()
     results = map(json.loads, (folder / "sessions.jsonl").read_text().splitlines())
     return {result["task_id"]: result for result in results}, app
 
@@ -105,7 +120,7 @@ async def test_every_agent_does_its_task_and_no_call_is_lost_or_doubled(
     results, app = await run_all(tmp_path / "run", **{"delay": MORE_THAN_THE_GRACE, **second})
     calls = pq.read_table(tmp_path / "run" / "calls.parquet").to_pylist()
     rows = {row["task_id"]: row for row in pq.read_table(tmp_path / "run" / "traces.parquet").to_pylist()}
-    for name in SHELLS:
+    for name in AGENTS:
         result = results[name]
         words = (tmp_path / "run" / "logs" / f"{name}.0" / "harness.stderr").read_text()[-1500:]
         assert (result["status"], result["exit_code"], result["error"], result["reward"]) == (
@@ -132,3 +147,25 @@ def check_row(result: dict[str, Any], row: dict[str, Any]) -> None:
     assert len(row["input_ids"]) == len(row["loss_mask"]) == len(row["logprobs"])
     assert sum(row["loss_mask"]) == ledger["trained"]
     assert np.isfinite(row["logprobs"]).all()
+
+
+async def test_a_task_of_300_kilobytes_reaches_every_agent_whole(tmp_path: Path) -> None:
+    """No argument of a program may be longer than 128 KiB.
+
+    What codex asks later is its own: it takes no model for one with a window above 272,000, so it compacts this task, which
+    is 300,000 tokens to the scripted tokenizer, and then cuts it in its middle.
+    """
+    lines = "".join(f"{number}: a line of a long specification.\n" for number in range(8_000))
+    instruction = f"Create notes.txt that says hello world.\n{lines}THE-END"
+    assert len(instruction) > 300_000
+    results, _ = await run_all(tmp_path / "run", instruction)
+    calls = pq.read_table(tmp_path / "run" / "calls.parquet").to_pylist()
+    for name in AGENTS:
+        result = results[name]
+        assert (name, result["status"], result["reward"]) == (name, "completed", 1.0)
+        (first,) = [call["request"] for call in calls if call["session_id"] == f"{name}.0" and call["index"] == 0]
+        numbers = [int(number) for number in re.findall(r"(\d+): a line of a long specification\.", first)]
+        assert (name, numbers) == (name, list(range(8_000)))
+        assert "THE-END" in first
+        ledger = result["ledger"]
+        assert ledger["captured"] == ledger["trained"] + sum(ledger["excluded"].values())
