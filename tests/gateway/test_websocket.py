@@ -331,3 +331,16 @@ async def test_a_server_that_stops_closes_its_sockets(make_rig: MakeRig) -> None
         pass
     await stopping
     assert rig.gateway.app.active == 0
+
+
+async def test_a_session_that_sends_its_whole_history_each_time_is_held_once(make_rig: MakeRig) -> None:
+    rig = await make_rig(Script(steps=[Step(text="x")]))
+    agent = await rig.open()
+    items: list[Any] = [BASE, TASK]
+    for _ in range(5):
+        events = await by_post(agent, body(*items, store=True))
+        items += [*events[-1]["response"]["output"], {**TASK, "content": "go on"}]
+    held = [message for history in agent.session._responses.values() for message in history]
+    assert len(held) == sum(3 + 2 * turn for turn in range(5))
+    assert len({id(message) for message in held}) == 2 + 5 * 2 - 1
+    assert not any(request.messages for request, _ in agent.session.stored.values())

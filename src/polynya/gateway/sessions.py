@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import itertools
 import secrets
 from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 _REPLAYS = 8
 """Replies of a session that a retry can still get."""
+_BRANCHES = 4
+"""Responses that the next one is looked at beside: a session rarely has more threads alive."""
 _ENDED_KEYS = 100_000
 FREE_FINAL_ANSWERS = 4
 """Calls after the budget is spent that get a well-formed final answer, before they are refused."""
@@ -111,13 +114,26 @@ class GatewaySession:
         if request.dialect == "openai_responses":
             reply, response_id = answer.reply, f"resp_{answer.head.reply_id}"
             said = chat_message("assistant", text=reply.text, reasoning=reply.reasoning, tool_calls=reply.tool_calls)
-            self._responses[response_id] = [*request.messages[int(request.instructions) :], said]
+            self._responses[response_id] = [*self._history(request), said]
             if request.stored:
-                self.stored[response_id] = (request, answer)
+                # Showing it again takes what names its tools, not what it answered to.
+                bare = msgspec.structs.replace(request, messages=[], tools=[], tools_raw=None, leftovers={})
+                self.stored[response_id] = (bare, answer)
 
     def remember_input(self, request: ChatRequest, reply_id: str) -> None:
         """The history of a response that was asked for without generation: its input, nothing said."""
-        self._responses[f"resp_{reply_id}"] = request.messages[int(request.instructions) :]
+        self._responses[f"resp_{reply_id}"] = self._history(request)
+
+    def _history(self, request: ChatRequest) -> list[ChatMessage]:
+        """Its messages; those that a recent response begins with too are that one's, so that a long session is held once."""
+        messages = request.messages[int(request.instructions) :]
+        best: list[ChatMessage] = []
+        for response_id in list(self._responses)[-_BRANCHES:]:
+            known = self._responses[response_id]
+            pairs = zip(known, messages, strict=False)
+            shared = [ours for ours, _ in itertools.takewhile(lambda pair: pair[0].raw == pair[1].raw, pairs)]
+            best = shared if len(shared) > len(best) else best
+        return [*best, *messages[len(best) :]]
 
     def forget_response(self, response_id: str) -> bool:
         """The client deletes it: nothing continues it any more. What was captured stays. False: not known."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -132,7 +133,12 @@ class ResponsesSocket(Head):
             turn = asyncio.create_task(self._turn(answer, body, found, self._last.get(lane), crowded=crowded))
             self._last[lane] = turn
             self._turns.add(turn)
-            turn.add_done_callback(self._turns.discard)
+            turn.add_done_callback(functools.partial(self._ended, lane))
+
+    def _ended(self, lane: str, turn: asyncio.Task[None]) -> None:
+        self._turns.discard(turn)
+        if self._last.get(lane) is turn:
+            del self._last[lane]
 
     async def _turn(
         self,
