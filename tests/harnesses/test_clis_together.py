@@ -2,8 +2,9 @@
 
 The engine is a server of its own on a real socket, so the faults meet polynya's engine client as they would in a cluster. All
 of them strike the second of three replies, after the engine seemed to work for longer than the gateway holds back the headers
-of a stream: what the agent saw by then is an open stream, and an error in it would end the run of gemini_cli, qwen_code and
-pi (gemini_cli with exit code 0). Every agent does its task to the end all the same, and none of them notices anything.
+of a stream: what the agent saw by then is an open stream. An error in it ends the run of gemini_cli (with exit code 0) and of
+qwen_code; the others ask again. So every agent does its task to the end, and none of them notices anything, only because the
+engine client asks again itself.
 """
 
 from __future__ import annotations

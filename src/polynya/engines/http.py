@@ -3,7 +3,7 @@
 Invariant: an answer is whole or it is an error; a body that broke off is never handed on. A cancelled task closes its
 connection, so that the server aborts. Retried are only: no connection, a connection lost before the answer was whole, JSON
 that stops before its end, and the statuses that say "later" (``RETRY_STATUSES``). Nobody has seen an answer that broke off,
-so asking again costs one generation; handed on, it would end the run of every agent whose stream has begun. A request that
+so asking again costs one generation; handed on into an open stream, it ends the run of some agents for good. A request that
 may have been worked on and is sent again is counted in ``Answer.resent``. Refuses to wait longer than ``retry_after_cap``.
 """
 
