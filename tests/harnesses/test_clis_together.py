@@ -28,7 +28,8 @@ from polynya.harnesses import _python
 from polynya.rollout.runner import Runner, RunOptions
 from polynya.schema import parse_task
 
-pytestmark = [pytest.mark.harness, pytest.mark.sandbox, pytest.mark.clis]
+pytestmark = [pytest.mark.harness, pytest.mark.sandbox, pytest.mark.clis, pytest.mark.timeout(900)]
+"""The first of them installs every agent that is not in the cache yet."""
 SHELLS = {
     "claude_code": ("Bash", "command"),
     "codex": ("exec_command", "cmd"),
@@ -99,7 +100,7 @@ async def run_all(
 
 
 CASES = [
-    pytest.param({"delay": 60.0}, {}, {}, id="slow-60s", marks=pytest.mark.timeout(400)),
+    pytest.param({"delay": 60.0}, {}, {}, id="slow-60s"),
     pytest.param({"fault": Fault(kind="http_error", status=429, times=1)}, {"upstream_retries": 1}, {}, id="429-once"),
     *(
         pytest.param(
