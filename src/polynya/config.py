@@ -33,8 +33,6 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_body_bytes: int = 32 * 1024 * 1024
     calls_in_flight_per_session: Annotated[int, msgspec.Meta(ge=1)] = 64
     engine_timeout_seconds: Annotated[float, msgspec.Meta(gt=0)] = 1800.0
-    engine_retries: Annotated[int, msgspec.Meta(ge=0)] = 3
-    """Further tries after an answer that says the engine is down or overloaded."""
 
 
 class JournalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -84,6 +84,7 @@ class Exclusion(StrEnum):
     CANCELLED = "cancelled"
     """The call was cancelled while the engine worked; its tokens are unknown and counted as zero."""
     SUPERSEDED_RETRY = "superseded_retry"
+    """A compaction that the harness rejected: the next call of the same agent asks for it again."""
     AUXILIARY_LANE = "auxiliary_lane"
     COMPACTION_LANE = "compaction_lane"
     ATTEMPT_LOST = "attempt_lost"
@@ -95,6 +96,16 @@ class Exclusion(StrEnum):
 # --- what is asked -----------------------------------------------------------------------------------------------
 
 
+class McpServer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A Model Context Protocol server that the agent starts inside its sandbox and talks to over stdio."""
+
+    name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,39}$(?!\n)")]
+    command: Annotated[str, msgspec.Meta(min_length=1, pattern=r"^[^\x00]*$")]
+    """A program of the runtime, not a line for a shell; relative to the workspace when it holds a slash."""
+    args: list[ProgramText] = []
+    env: dict[VariableName, ProgramText] = {}
+
+
 class HarnessSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The agent program. ``settings`` belong to the harness and are checked by it."""
 
@@ -103,7 +114,8 @@ class HarnessSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """None: the version that polynya pins."""
     settings: dict[str, Any] = {}
     env: dict[VariableName, ProgramText] = {}
-    mcp_servers: list[dict[str, Any]] = []
+    mcp_servers: list[McpServer] = []
+    """Handed to the agent in its own configuration; refused by a harness that has no MCP client."""
 
 
 class RepoSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -144,6 +156,8 @@ class EvaluatorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 class BuilderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str = "prefix_merging"
+    extra_lanes: list[Literal["auxiliary", "compaction"]] = []
+    """Lanes that are trained too, beside the main agent and its sub-agents."""
 
 
 class SamplingSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -297,6 +311,11 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     """Order of begin in its attempt."""
     dialect: str
     lane: str
+    lane_rule: str
+    """The rule that gave a lane other than ``main``; empty: none applied."""
+    agent: str
+    """The harness's own name of the agent that asked; empty when it gives none."""
+    parent_agent: str
     model: str
     outcome: str
     """``ok``, ``cancelled``, ``failed``, ``unfinished``."""

@@ -7,7 +7,7 @@ import pytest
 
 from polynya.engines.http import EngineHttp, HttpSettings, retry_after_seconds
 from polynya.engines.scripted import Fault, Script, Step, scripted_app, serve
-from polynya.errors import EngineRejected, EngineTimeout, EngineUnavailable
+from polynya.errors import EngineProtocolError, EngineRejected, EngineTimeout, EngineUnavailable
 
 CHAT = b'{"messages":[{"role":"user","content":"hi"}]}'
 
@@ -76,15 +76,33 @@ async def test_other_failures_are_not_retried(status: int) -> None:
 async def test_a_reset_before_the_answer_is_retried_and_counted_as_resent() -> None:
     async with serve(scripted_app(script(kind="reset", times=1))) as url:
         _, flags, resent = await ask(url, Naps())
-    assert (flags, resent) == ({"upstream_retries": 1}, 1)
+    assert (flags, resent) == ({"upstream_retries": 1, "upstream_resent": 1}, 1)
 
 
-async def test_an_answer_that_breaks_off_is_an_error_and_is_not_retried() -> None:
-    app = scripted_app(script(kind="reset_midway"))
+@pytest.mark.parametrize("kind", ["reset_midway", "truncated", "bad_json"])
+async def test_an_answer_that_breaks_off_is_asked_for_again_and_counted_as_resent(kind: str) -> None:
+    app = scripted_app(script(kind=kind, times=1))
     async with serve(app) as url:
-        with pytest.raises(EngineUnavailable, match="broke off"):
-            await ask(url, Naps())
-    assert len(app.desk.calls) == 1
+        body, flags, resent = await ask(url, Naps())
+    assert b"chat.completion" in body
+    assert (flags, resent) == ({"upstream_retries": 1, "upstream_resent": 1}, 1)
+    assert len(app.desk.calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "words"),
+    [
+        ("reset_midway", EngineUnavailable, "broke off|connection lost"),
+        ("truncated", EngineUnavailable, "broke off"),
+        ("bad_json", EngineProtocolError, "stops after 39 bytes"),
+    ],
+)
+async def test_an_answer_that_always_breaks_off_is_an_error(kind: str, error: type[Exception], words: str) -> None:
+    app = scripted_app(script(kind=kind))
+    async with serve(app) as url:
+        with pytest.raises(error, match=words):
+            await ask(url, Naps(), retries=2)
+    assert len(app.desk.calls) == 3
 
 
 async def test_a_refused_connection_is_retried_then_names_the_fix() -> None:

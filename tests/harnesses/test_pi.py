@@ -170,7 +170,6 @@ def test_verdict_of_a_run_that_did_not_reach_its_end(result: ExecResult, stdout:
         (HarnessSpec(name="pi", settings={"temperature": 1}), "temperature"),
         (HarnessSpec(name="pi", settings={"thinking": "enormous"}), "thinking"),
         (HarnessSpec(name="pi", settings={"tools": "read"}), "tools"),
-        (HarnessSpec(name="pi", mcp_servers=[{"name": "x"}]), "mcp_servers"),
     ],
 )
 def test_settings_that_pi_has_no_flag_for_are_refused(spec: HarnessSpec, names: str) -> None:

@@ -5,6 +5,7 @@ All but pi are marked ``clis`` too: their installation is 100 to 750 MB each, on
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from pathlib import Path
@@ -13,9 +14,11 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from polynya.config import GatewaySettings, Settings, cache_dir
+from polynya.config import cache_dir
 from polynya.engines.scripted import Script, ScriptedEngine
 from polynya.engines.scripted.script import Fault, ScriptedCall, Step
+from polynya.gateway.app import GatewayApp
+from polynya.harnesses import _python, openhands
 from polynya.rollout.runner import Runner, RunOptions
 from polynya.schema import parse_task
 
@@ -42,11 +45,12 @@ RUNS = [
     case("claude_code", ANTHROPIC, bare=True),
     case("claude_code", ANTHROPIC, experimental_betas=False),
     case("codex", RESPONSES, multi_agent=True),
+    case("codex", RESPONSES, websockets=True),
     case("qwen_code", CHAT, bare=True),
 ]
 
 
-async def run(folder: Path, name: str, settings: dict[str, Any], script: Script) -> dict[str, Any]:
+async def run(folder: Path, name: str, settings: dict[str, Any], engine: Script | ScriptedEngine) -> dict[str, Any]:
     task = parse_task(
         {
             "task_id": "t",
@@ -59,9 +63,9 @@ async def run(folder: Path, name: str, settings: dict[str, Any], script: Script)
         },
         "test",
     )
-    gateway = GatewaySettings(engine_retries=0)
-    options = RunOptions(out=folder, cache=cache_dir(), settings=Settings(gateway=gateway))
-    await Runner([task], ScriptedEngine(script), options).run()
+    options = RunOptions(out=folder, cache=cache_dir())
+    engine = ScriptedEngine(engine) if isinstance(engine, Script) else engine
+    await Runner([task], engine, options).run()
     result: dict[str, Any] = json.loads((folder / "sessions.jsonl").read_text())
     return result
 
@@ -85,6 +89,29 @@ async def test_does_its_task_with_one_exact_row(
     assert "--help: create notes.txt" in row["messages"]
 
 
+@pytest.mark.clis
+@pytest.mark.parametrize("multi_agent", [False, True])
+async def test_codex_over_a_websocket_posts_nothing(
+    multi_agent: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One connection, a warm-up that is answered without the engine, and then the calls."""
+    seen: list[tuple[str, str]] = []
+    original = GatewayApp.__call__
+
+    async def spying(app: GatewayApp, scope: Any, receive: Any, send: Any) -> None:
+        seen.append((scope["type"], scope["path"].partition("/v1/")[2]))
+        await original(app, scope, receive, send)
+
+    monkeypatch.setattr(GatewayApp, "__call__", spying)
+    engine = ScriptedEngine(Script())
+    settings = {"websockets": True, "multi_agent": multi_agent}
+    result = await run(tmp_path / "run", "codex", settings, engine)
+    assert (result["status"], result["num_calls"], result["num_traces"]) == ("completed", 2, 1)
+    assert result["ledger"]["captured"] == result["ledger"]["trained"] > 0
+    assert seen == [("websocket", "responses")]
+    assert engine.desk.started == 2
+
+
 def bash(command: str) -> Step:
     return Step(text="Working.", tool_calls=[ScriptedCall(name="bash", arguments=json.dumps({"command": command}))])
 
@@ -99,6 +126,25 @@ async def test_mini_swe_agent_does_its_task_with_one_exact_row(tmp_path: Path) -
     assert (result["status"], result["exit_code"], result["error"]) == ("completed", 0, None)
     assert (result["reward"], result["num_calls"], result["num_traces"]) == (1.0, 2, 1)
     assert result["ledger"]["captured"] == result["ledger"]["trained"] > 0
+
+
+PYTHON = asyncio.run(_python.find(openhands.PYTHON))
+
+
+@pytest.mark.clis
+@pytest.mark.skipif(PYTHON is None, reason=f"openhands needs Python {openhands.PYTHON}, and there is none")
+async def test_openhands_does_its_task_with_one_exact_row(tmp_path: Path) -> None:
+    """Its tools want to be told how risky they are."""
+    arguments = {"command": "printf 'hello world' > notes.txt", "security_risk": "LOW", "summary": "Create notes.txt"}
+    act = Step(text="Working.", tool_calls=[ScriptedCall(name="terminal", arguments=json.dumps(arguments))])
+    result = await run(tmp_path / "run", "openhands", {}, Script(steps=[act, Step(text="Done.")]))
+    assert (result["status"], result["exit_code"], result["error"]) == ("completed", 0, None)
+    assert (result["reward"], result["num_calls"], result["num_traces"]) == (1.0, 2, 1)
+    assert result["ledger"]["captured"] == result["ledger"]["trained"] > 0
+    (row,) = pq.read_table(tmp_path / "run" / "traces.parquet").to_pylist()
+    assert json.loads(row["messages"])[1]["content"] == [
+        {"type": "text", "text": "--help: create notes.txt that says hello world"}
+    ]
 
 
 @pytest.mark.clis
@@ -128,7 +174,7 @@ async def test_a_prompt_that_does_not_fit_is_a_failure_and_no_infrastructure(
 async def test_an_engine_that_fails_once_is_asked_again(
     name: str, dialect: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    """By the client itself: the gateway's own retries are off."""
+    """By the client itself: the in-process engine has no retries of its own."""
     failing = Step(text="Done.", fault=Fault(kind="http_error", status=503, times=1))
     result = await run(tmp_path / "run", name, settings, Script(steps=[failing]))
     assert (result["status"], result["reward"], result["num_traces"]) == ("completed", 0.0, 1)

@@ -69,7 +69,8 @@ def finished(
     logprobs = np.full(tokens, -0.5, dtype=np.float32)
     spans = [PolicySpan("v1", 0, tokens)]
     call = Call(
-        call_id=call_id, session_id=session_id, attempt=attempt, index=0, dialect="openai_chat", lane="main", model="m",
+        call_id=call_id, session_id=session_id, attempt=attempt, index=0, dialect="openai_chat", lane="main", lane_rule="",
+        agent="", parent_agent="", model="m",
         outcome="ok", error="", t_start=1.0, t_end=None, finish_reason="stop", prompt_len=2, sampled_len=tokens,
         parent_call_id=None, base_call_id=None, base_keep=0, context_ids=np.array([7, 8], dtype=np.int32),
         completion_ids=sampled, logprobs=logprobs, policy_spans=spans, trainable=True, exclusion=None,

@@ -19,6 +19,7 @@ class FakeCall:
         *,
         logprobs: list[float] | None = None,
         lane: Lane = Lane.MAIN,
+        agent: str = "",
         outcome: str = "ok",
         exclusion: Exclusion | None = None,
         delivered: bool = True,
@@ -31,6 +32,7 @@ class FakeCall:
         values = [-0.5 - i / 64 for i in range(len(sampled))] if logprobs is None else logprobs
         self.logprobs: Float32Array = np.array(values, dtype=np.float32)
         self.lane = lane
+        self.agent = agent
         self.outcome = outcome
         self.exclusion = exclusion
         self.delivered = delivered

@@ -230,3 +230,21 @@ def test_same_calls_give_the_same_rows(history: list[tuple[list[int], list[int],
         return [(row.trace_id, row.input_ids.tolist(), row.loss_mask.tolist(), row.call_ids) for row in built.traces]
 
     assert rows() == rows()
+
+
+def test_a_compaction_that_the_same_agent_asks_for_again_is_superseded(call: MakeCall) -> None:
+    """What capture found wrong with it comes first, and another agent's compaction in between is not its own."""
+    compaction = Lane.COMPACTION
+    calls = [
+        call("c0", [1], [10], agent="a", lane=compaction),
+        call("c1", [2], [11], agent="b", lane=compaction),
+        call("c2", [3], [12], agent="a", lane=compaction, delivered=False),
+        call("c3", [4], [13], agent="a", lane=compaction),
+        call("c4", [5], [14], agent="a"),
+    ]
+    expected = {"c0": Exclusion.SUPERSEDED_RETRY, "c2": Exclusion.NOT_DELIVERED}
+    trained = build(calls, session_id="s", builder="prefix_merging", extra_lanes=["compaction"])
+    assert trained.exclusions == expected
+    assert [row.call_ids for row in trained.traces] == [["c1"], ["c3"], ["c4"]]
+    left_out = build(calls, session_id="s", builder="prefix_merging")
+    assert left_out.exclusions == {**expected, "c1": Exclusion.COMPACTION_LANE, "c3": Exclusion.COMPACTION_LANE}

@@ -66,6 +66,10 @@ class StoredCall:
         return Lane(self.intent.lane)
 
     @property
+    def agent(self) -> str:
+        return self.intent.agent
+
+    @property
     def outcome(self) -> str:
         return self.outcome_record.outcome if self.outcome_record else "unfinished"
 

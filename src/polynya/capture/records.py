@@ -41,6 +41,11 @@ class CallIntent(msgspec.Struct, frozen=True, kw_only=True, tag_field="k", tag="
     sampling: dict[str, Any] = {}
     prompt_sent: bool = False
     """A continuation: the prompt went as ids."""
+    lane_rule: str = ""
+    """The rule that gave a lane other than ``main``."""
+    agent: str = ""
+    """The harness's own name of the agent that asked; lineage, never identity."""
+    parent_agent: str = ""
 
 
 class CallOutcome(msgspec.Struct, frozen=True, kw_only=True, tag_field="k", tag="outcome", omit_defaults=True):

@@ -40,6 +40,9 @@ class CallStart(msgspec.Struct, frozen=True, kw_only=True):
     tools: bytes = b"[]"
     sampling: dict[str, Any] = {}
     prompt_sent: bool = False
+    lane_rule: str = ""
+    agent: str = ""
+    parent_agent: str = ""
 
 
 class CallEnd(msgspec.Struct, frozen=True, kw_only=True):
@@ -167,6 +170,9 @@ class CaptureStore:
             tools=None if same_tools else start.tools,
             sampling=start.sampling,
             prompt_sent=start.prompt_sent,
+            lane_rule=start.lane_rule,
+            agent=start.agent,
+            parent_agent=start.parent_agent,
         )
         call = StoredCall(intent, base)
         written = self._journal.append(intent, durable=False)

@@ -105,7 +105,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
 
     dialect: str
     action: str
-    """``generate``, ``models`` or ``count_tokens``."""
+    """``generate``, ``models``, ``count_tokens``, or ``stored`` and ``forget`` for a reply that was given earlier."""
 
 
 def route(method: str, path: str, headers: Mapping[str, str]) -> Route | None:
@@ -121,6 +121,8 @@ def route(method: str, path: str, headers: Mapping[str, str]) -> Route | None:
             "google_generate" if "/v1beta/" in f"{path}/" else "anthropic_messages" if anthropic else "openai_chat"
         )
         return Route(dialect=dialect, action="models")
+    if method in ("GET", "DELETE") and path.rpartition("/")[0].endswith("/responses"):
+        return Route(dialect="openai_responses", action="stored" if method == "GET" else "forget")
     if method != "POST":
         return None
     if path.endswith("/chat/completions"):

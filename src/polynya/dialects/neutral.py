@@ -167,8 +167,12 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     """``chat_template_kwargs``, as sent."""
     tool_aliases: dict[str, ToolAlias] = {}
     """Upstream function name → the client's tool, for those that differ."""
+    instructions: bool = False
+    """The first message is the request's own ``instructions``: it stands before any history and is not part of it."""
     previous_response_id: str = ""
     """The history before ``messages`` is that of an earlier reply of the session."""
+    stored: bool = False
+    """The client may ask for this reply again by its id."""
     compaction: bool = False
     """The client asks for its history to be condensed."""
     leftovers: dict[str, Any] = {}

@@ -68,6 +68,7 @@ class _Request(msgspec.Struct):
     stream: bool | None = None
     text: _Text | None = None
     previous_response_id: str | None = None
+    store: bool | None = None
 
 
 class _NamedChoice(msgspec.Struct):
@@ -129,6 +130,8 @@ class OpenAIResponses:
             ),
             stream=bool(wire.stream),
             tool_aliases=box.aliases,
+            instructions=bool(wire.instructions),
+            stored=wire.store is not False,
             previous_response_id=wire.previous_response_id or "",
             compaction=compaction,
             leftovers=leftovers,

@@ -12,7 +12,7 @@ from typing import Any
 
 from polynya.dialects.base import Fault, WireError
 from polynya.dialects.neutral import ChatReply, ChatRequest, ReplyHead, ToolAlias, ToolCall
-from polynya.dialects.wire import arguments_object, encode, event, pieces, sign
+from polynya.dialects.wire import arguments_object, decode, encode, event, pieces, sign
 
 
 def render(request: ChatRequest, reply: ChatReply, head: ReplyHead) -> bytes:
@@ -37,6 +37,36 @@ def stream(request: ChatRequest, reply: ChatReply, head: ReplyHead) -> Iterator[
         yield from _item_events(send, index, item)
     whole = _response(head, reply, items)
     yield send(f"response.{whole['status']}", response=whole)
+
+
+def prewarmed(head: ReplyHead) -> Iterator[bytes]:
+    """The reply to a request that asked for no generation: a response without output, for a later one to continue."""
+    yield event("response.created", {"type": "response.created", "response": _response(head, None, [])})
+    whole = {**_response(head, ChatReply(), []), "status": "completed"}
+    yield event("response.completed", {"type": "response.completed", "response": whole})
+
+
+def frames(events: bytes, stream_id: str) -> Iterator[str]:
+    """The same events as WebSocket messages, one JSON object each; JSON holds no raw line break."""
+    mark = b',"stream_id":' + encode(stream_id) if stream_id else b""
+    for one in events.split(b"\n\n"):
+        if payload := one.partition(b"\ndata: ")[2]:
+            yield (payload[:-1] + mark + b"}").decode()
+
+
+def error_frame(status: int, error: bytes, headers: dict[str, str], stream_id: str) -> str:
+    """An error before the first event of a response. ``error``: the body that it has over HTTP."""
+    found: dict[str, Any] = {"type": "error", "status": status, **decode(error)}
+    if headers:
+        found["headers"] = headers
+        found["error"] = {**found["error"], "headers": headers}
+    if stream_id:
+        found["stream_id"] = stream_id
+    return encode(found).decode()
+
+
+def deleted(response_id: str) -> bytes:
+    return encode({"id": response_id, "object": "response", "deleted": True})
 
 
 def error(error: WireError) -> bytes:

@@ -17,6 +17,7 @@ from polynya.dialects.neutral import ChatMessage, Role, SamplingParams, ToolCall
 
 encode = msgspec.json.Encoder().encode
 _any = msgspec.json.Decoder()
+decode = _any.decode
 _raws = msgspec.json.Decoder(list[msgspec.Raw])
 R = TypeVar("R")
 V = TypeVar("V")

@@ -1,9 +1,10 @@
 """A thin pooled HTTP client for engines: requests, bounded retries, and transport failures as ``polynya.errors``.
 
 Invariant: an answer is whole or it is an error; a body that broke off is never handed on. A cancelled task closes its
-connection, so that the server aborts. Retried are only: no connection, a connection lost before the first byte of an
-answer, and the statuses that say "later" (``RETRY_STATUSES``). A request that may have been worked on and is sent again is
-counted in ``Answer.resent``. Refuses to wait longer than ``retry_after_cap`` for a server.
+connection, so that the server aborts. Retried are only: no connection, a connection lost before the answer was whole, JSON
+that stops before its end, and the statuses that say "later" (``RETRY_STATUSES``). Nobody has seen an answer that broke off,
+so asking again costs one generation; handed on into an open stream, it ends the run of some agents for good. A request that
+may have been worked on and is sent again is counted in ``Answer.resent``. Refuses to wait longer than ``retry_after_cap``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from polynya.engines.http11 import ConnectFailed, ConnectionLost, Http11Client, Silence
+from polynya.engines.http11 import ConnectFailed, ConnectionLost, Garbled, Http11Client, Silence
 from polynya.engines.overflow import context_overflow
 from polynya.errors import EngineError, EngineProtocolError, EngineRejected, EngineTimeout, EngineUnavailable
 
@@ -45,7 +46,8 @@ class Answer(msgspec.Struct, frozen=True):
 
     @property
     def flags(self) -> dict[str, int]:
-        return {"upstream_retries": self.retries} if self.retries else {}
+        counted = {"upstream_retries": self.retries, "upstream_resent": self.resent}
+        return {name: count for name, count in counted.items() if count}
 
 
 class _ErrorBody(msgspec.Struct):
@@ -126,10 +128,13 @@ class EngineHttp:
         except Silence:
             text = f"engine at {url}: no byte for {self.settings.read_timeout:g} s"
             return EngineTimeout(text, fix="raise the engine timeout, or lower max_tokens"), None, True
+        except Garbled as exc:
+            return self._unreachable(url, f"answer cannot be read: {exc}"), None, True
         except ConnectionLost as exc:
-            if exc.started:
-                return self._unreachable(url, f"answer broke off: {exc}"), None, True
-            return self._unreachable(url, f"connection lost: {exc}"), 0.0, True
+            why = "answer broke off" if exc.started else "connection lost"
+            return self._unreachable(url, f"{why}: {exc}"), 0.0, True
+        if answer.status < 300 and _is_cut(answer.headers.get("content-type", ""), answer.body):
+            return _cut_short(url, answer.body), 0.0, True
         if answer.status < 300:
             return answer.body, None, False
         after = retry_after_seconds(answer.headers.get("retry-after"))
@@ -143,6 +148,18 @@ class EngineHttp:
         if self._client is not None:
             await self._client.close()
             self._client = None
+
+
+def _is_cut(content_type: str, body: bytes) -> bool:
+    """JSON that does not reach its own end, in a body that is whole for HTTP: something on the way cut it."""
+    return content_type.startswith("application/json") and body[-64:].rstrip()[-1:] not in (b"", b"}", b"]")
+
+
+def _cut_short(url: str, body: bytes) -> EngineProtocolError:
+    return EngineProtocolError(
+        f"engine at {url}: the JSON of its answer stops after {len(body)} bytes, at {body[-40:]!r}",
+        fix="see what stands between polynya and the engine: a router that cuts bodies, or a crash",
+    )
 
 
 def status_error(status: int, body: bytes, url: str, retry_after: float | None = None) -> EngineError:

@@ -41,6 +41,10 @@ class ConnectionLost(Exception):
         self.started = started
 
 
+class Garbled(Exception):
+    """The answer is no HTTP."""
+
+
 class Silence(Exception):
     """No byte for the read time-out."""
 
@@ -85,7 +89,7 @@ class Http11Client:
     async def request(
         self, method: str, path: str, parts: Sequence[bytes] = (), headers: Mapping[str, str] | None = None
     ) -> Reply:
-        """Send one request, its body in pieces. Raises ConnectFailed, ConnectionLost, Silence or ValueError (a header)."""
+        """Send one request, its body in pieces. Raises ConnectFailed, ConnectionLost, Garbled, Silence; ValueError for a header."""
         size = sum(map(len, parts))
         head = b"%b %b HTTP/1.1\r\n%b%bContent-Length: %d\r\n\r\n" % (
             method.encode(), (self.origin.prefix + path).encode(), self._head, _lines(headers or {}), size,
@@ -230,7 +234,7 @@ class _Connection(asyncio.BufferedProtocol):
             if self._framed is not None and self._framed.complete:
                 self._finish(b"".join(self._framed.parts))
         except (ValueError, httptools.HttpParserError) as exc:
-            self._fail(ConnectionLost(f"the answer is no HTTP/1.1: {exc}", started=True))
+            self._fail(Garbled(f"it is no HTTP/1.1: {exc}"))
             self.abort()
 
     def _read_head(self) -> None:

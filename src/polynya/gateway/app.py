@@ -15,16 +15,16 @@ from typing import Any
 import msgspec
 
 from polynya.config import GatewaySettings
+from polynya.dialects import responses_reply
 from polynya.dialects.base import BadRequest, Dialect, Fault, Route, WireError, route
 from polynya.dialects.neutral import ChatRequest, ReplyHead
 from polynya.dialects.registry import DIALECTS
 from polynya.gateway.calls import Answer, CallFailed, CallRun, Calls, body_digest
-from polynya.gateway.connection import BodyTooLarge, ClientGone, Exchange, Headers, Receive, Scope, Send
-from polynya.gateway.lanes import lane_of
+from polynya.gateway.connection import BodyTooLarge, ClientGone, Exchange, Head, Headers, Receive, Scope, Send, Turn
+from polynya.gateway.lanes import maker_of
 from polynya.gateway.sessions import GatewaySession, Keyring
+from polynya.gateway.websocket import OFF_LOOP_BYTES, Frame, ResponsesSocket, SocketTurn
 
-_OFF_LOOP_BYTES = 512 * 1024
-"""Bodies with more than this that the session did not send before are parsed in a thread (a megabyte takes milliseconds)."""
 _RETRY_HEADERS = ("x-stainless-retry-count", "x-polynya-retry")
 _log = logging.getLogger("polynya.gateway")
 
@@ -48,17 +48,62 @@ class GatewayApp:
         self.active = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] not in ("http", "websocket"):
             raise RuntimeError(f"scope type {scope['type']!r} is not served")
-        exchange = Exchange(scope, receive, send)
         self.active += 1
+        try:
+            if scope["type"] == "websocket":
+                await self._serve_socket(ResponsesSocket(scope, receive, send))
+            else:
+                await self._serve_exchange(Exchange(scope, receive, send))
+        finally:
+            self.active -= 1
+
+    async def _serve_exchange(self, exchange: Exchange) -> None:
         try:
             await self._serve(exchange)
         except ClientGone:
             self.side_requests["client_gone_in_request"] += 1
         finally:
-            self.active -= 1
             await exchange.close()
+
+    async def _serve_socket(self, socket: ResponsesSocket) -> None:
+        """A key that is unknown or ended is refused at the handshake, with the status that it has over HTTP."""
+        key, path = _split_key(socket)
+        found = route("POST", path, socket.headers)
+        dialect = DIALECTS["openai_responses"]
+        session = self._keyring.find(key)
+        if isinstance(session, Fault):
+            error = _key_error(session)
+        elif found is None or found.dialect != dialect.name or found.action != "generate":
+            message = f"WebSocket {path or '/'} is not served; open one at /v1/responses"
+            error = WireError(fault=Fault.NOT_FOUND, message=message)
+        else:
+
+            async def answer(turn: SocketTurn, body: bytes, frame: Frame) -> None:
+                await self._answer_frame(turn, dialect, session, path, body, frame)
+
+            await socket.run(answer)
+            return
+        await socket.refuse(error.status, dialect.error(error))
+
+    async def _answer_frame(
+        self, turn: Turn, dialect: Dialect, session: GatewaySession, path: str, body: bytes, frame: Frame
+    ) -> None:
+        if session.closed:
+            await _refuse(turn, dialect, _key_error(Fault.GONE))
+            return
+        request = await self._read(turn, dialect, session, body, path)
+        if request is None:
+            return
+        if frame.generate is not False:
+            await self._generate(turn, dialect, session, msgspec.structs.replace(request, stream=True), body, path)
+            return
+        self.side_requests["prewarm"] += 1
+        reply_id = f"{session.session_id}.warm{self.side_requests['prewarm']}"
+        session.remember_input(request, reply_id)
+        head = ReplyHead(reply_id=reply_id, created=int(self._clock()), model=request.model)
+        await turn.end_events(b"".join(responses_reply.prewarmed(head)))
 
     async def _serve(self, exchange: Exchange) -> None:
         key, path = _split_key(exchange)
@@ -81,6 +126,8 @@ class GatewayApp:
         elif found.action == "models":
             self.side_requests["models"] += 1
             await exchange.reply(200, dialect.models(self._model_names, int(self._clock())))
+        elif found.action in ("stored", "forget"):
+            await self._stored(exchange, dialect, session, path.rstrip("/").rpartition("/")[2], found.action)
         else:
             await self._ask(exchange, dialect, session, found, path)
 
@@ -90,28 +137,55 @@ class GatewayApp:
         """Read and parse the body, then count or generate."""
         try:
             body = await exchange.body(self._settings.max_body_bytes)
-            history = session.history(dialect.name)
-            if len(body) - history.chars > _OFF_LOOP_BYTES:
-                request = await asyncio.to_thread(dialect.parse, body, path, history)
-            else:
-                request = dialect.parse(body, path, history)
         except BodyTooLarge:
             message = f"the body is larger than {self._settings.max_body_bytes} bytes"
             await _refuse(exchange, dialect, WireError(fault=Fault.TOO_LARGE, message=message))
             return
+        request = await self._read(exchange, dialect, session, body, path)
+        if request is None:
+            return
+        if found.action == "count_tokens":
+            await self._count(exchange, dialect, request)
+        else:
+            await self._generate(exchange, dialect, session, request, body, path)
+
+    async def _read(
+        self, turn: Turn, dialect: Dialect, session: GatewaySession, body: bytes, path: str
+    ) -> ChatRequest | None:
+        """The request with its history, or None when it was refused."""
+        try:
+            history = session.history(dialect.name)
+            if len(body) - history.chars > OFF_LOOP_BYTES:
+                request = await asyncio.to_thread(dialect.parse, body, path, history)
+            else:
+                request = dialect.parse(body, path, history)
         except BadRequest as exc:
             session.flags["bad_requests"] += 1
-            await _refuse(exchange, dialect, WireError(fault=Fault.BAD_REQUEST, message=exc.message, field=exc.field))
-            return
+            await _refuse(turn, dialect, WireError(fault=Fault.BAD_REQUEST, message=exc.message, field=exc.field))
+            return None
         continued = session.with_history(request)
         if isinstance(continued, WireError):
-            await _refuse(exchange, dialect, continued)
-        elif found.action == "count_tokens":
-            await self._count(exchange, dialect, continued)
-        else:
-            await self._generate(exchange, dialect, session, continued, body, path)
+            await _refuse(turn, dialect, continued)
+            return None
+        return continued
 
-    async def _count(self, exchange: Exchange, dialect: Dialect, request: ChatRequest) -> None:
+    async def _stored(
+        self, exchange: Exchange, dialect: Dialect, session: GatewaySession, response_id: str, action: str
+    ) -> None:
+        """A reply that the session was given before, by its id."""
+        self.side_requests[action] += 1
+        kept = session.stored.get(response_id)
+        if kept is None:
+            message = f"response {response_id!r:.120} is not stored in this session"
+            await _refuse(exchange, dialect, WireError(fault=Fault.NOT_FOUND, message=message, field="response_id"))
+        elif action == "forget":
+            session.forget_response(response_id)
+            await exchange.reply(200, responses_reply.deleted(response_id))
+        else:
+            request, answer = kept
+            await exchange.reply(200, dialect.render(request, answer.reply, answer.head))
+
+    async def _count(self, exchange: Turn, dialect: Dialect, request: ChatRequest) -> None:
         self.side_requests["count_tokens"] += 1
         try:
             count = await self._calls.count_tokens(request)
@@ -122,7 +196,7 @@ class GatewayApp:
 
     async def _generate(
         self,
-        exchange: Exchange,
+        exchange: Turn,
         dialect: Dialect,
         session: GatewaySession,
         request: ChatRequest,
@@ -131,8 +205,8 @@ class GatewayApp:
     ) -> None:
         digest = body_digest(path, body)
         is_retry = any(exchange.headers.get(name, "0") not in ("", "0") for name in _RETRY_HEADERS)
-        lane = lane_of(exchange.headers, request)
-        run = self._calls.start(session, request, digest, len(body), lane=lane, is_retry=is_retry)
+        maker = maker_of(exchange.headers, request)
+        run = self._calls.start(session, request, digest, len(body), maker=maker, is_retry=is_retry)
         try:
             if request.stream and not _as_array(exchange, request):
                 answer = await self._stream(exchange, dialect, session, request, run)
@@ -144,7 +218,7 @@ class GatewayApp:
             self._calls.delivered(session, answer)
 
     async def _whole(
-        self, exchange: Exchange, dialect: Dialect, session: GatewaySession, request: ChatRequest, run: CallRun
+        self, exchange: Turn, dialect: Dialect, session: GatewaySession, request: ChatRequest, run: CallRun
     ) -> Answer | None:
         """Answer, or None when there was nothing to deliver (refused, or the client is gone)."""
         if not await _first(run, exchange.watch(), None):
@@ -158,7 +232,7 @@ class GatewayApp:
         return answer
 
     async def _stream(
-        self, exchange: Exchange, dialect: Dialect, session: GatewaySession, request: ChatRequest, run: CallRun
+        self, exchange: Turn, dialect: Dialect, session: GatewaySession, request: ChatRequest, run: CallRun
     ) -> Answer | None:
         gone = exchange.watch()
         await _first(run, gone, self._settings.first_event_grace)
@@ -196,7 +270,7 @@ def _outcome(run: CallRun, session: GatewaySession) -> Answer | WireError:
     return WireError(fault=Fault.INTERNAL, message=session.capture_error)
 
 
-def _as_array(exchange: Exchange, request: ChatRequest) -> bool:
+def _as_array(exchange: Turn, request: ChatRequest) -> bool:
     """Google streams a JSON array where ``alt=sse`` is not asked for; one whole element is a valid one."""
     return request.stream and request.dialect == "google_generate" and exchange.query("alt") != "sse"
 
@@ -208,7 +282,7 @@ async def _first(run: CallRun, gone: asyncio.Future[None], timeout: float | None
     return run.task.done()
 
 
-def _split_key(exchange: Exchange) -> tuple[str, str]:
+def _split_key(exchange: Head) -> tuple[str, str]:
     """The session key and the path without its prefix. The prefix wins; then the places where clients put API keys."""
     path = exchange.path
     if path.startswith("/s/"):
@@ -229,7 +303,7 @@ def _key_error(fault: Fault) -> WireError:
     )
 
 
-async def _refuse(exchange: Exchange, dialect: Dialect, error: WireError) -> None:
+async def _refuse(exchange: Turn, dialect: Dialect, error: WireError) -> None:
     headers: Headers = []
     if error.retry_after is not None:
         headers.append((b"retry-after", str(max(1, round(error.retry_after))).encode()))

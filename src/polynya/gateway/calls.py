@@ -32,9 +32,9 @@ from polynya.errors import (
     EngineTimeout,
     EngineUnavailable,
 )
+from polynya.gateway.lanes import CompactionWatch, Maker
 from polynya.gateway.sampling import effective
 from polynya.gateway.sessions import FREE_FINAL_ANSWERS, GatewaySession
-from polynya.schema import Lane
 from polynya.tokens.printed import PrintedIds
 from polynya.tokens.validate import judge
 
@@ -43,6 +43,7 @@ _BYTES_PER_TOKEN = 2
 _OFF_LOOP_PRINT = 64 * 1024
 """Characters of printed ids above which they are read in a thread (they take about 4 ns each)."""
 _encode = msgspec.json.Encoder().encode
+MAIN = Maker()
 
 
 class CallFailed(Exception):
@@ -99,7 +100,7 @@ class Calls:
         digest: bytes,
         body_size: int,
         *,
-        lane: Lane = Lane.MAIN,
+        maker: Maker = MAIN,
         is_retry: bool,
     ) -> CallRun:
         """Join, replay or begin a call. The run's task ends with an Answer, CallFailed or CancelledError."""
@@ -114,7 +115,7 @@ class Calls:
             return CallRun(asyncio.ensure_future(_done(earlier)))
         run = CallRun(
             asyncio.create_task(
-                self._call(session, request, digest, body_size, lane), name=f"call {session.session_id}"
+                self._call(session, request, digest, body_size, maker), name=f"call {session.session_id}"
             )
         )
         session.in_flight[digest] = run
@@ -138,16 +139,21 @@ class Calls:
                 self._store.delivered(session.capture, answer.call)
 
     async def _call(
-        self, session: GatewaySession, request: ChatRequest, digest: bytes, body_size: int, lane: Lane
+        self, session: GatewaySession, request: ChatRequest, digest: bytes, body_size: int, maker: Maker
     ) -> Answer:
         async with session.slots:
             if session.budget_spent:
                 return self._final_answer(session, request)
+            if not session.compactions.allows(maker):
+                raise self._compacts_for_ever(session)
             session.calls_begun += 1
             sampling = await self._clamped(request, effective(request.sampling, session.grant.sampling), body_size)
             start = CallStart(
                 dialect=request.dialect,
-                lane=lane,
+                lane=maker.lane,
+                lane_rule=maker.rule,
+                agent=maker.agent,
+                parent_agent=maker.parent_agent,
                 model=request.model,
                 body_digest=digest,
                 messages=[message.raw for message in request.messages],
@@ -224,6 +230,15 @@ class Calls:
             return msgspec.structs.replace(sampling, max_tokens=min(sampling.max_tokens, window))
         return msgspec.structs.replace(sampling, max_tokens=max(1, min(sampling.max_tokens, room)))
 
+    def _compacts_for_ever(self, session: GatewaySession) -> CallFailed:
+        """No answer would help: the agents that can end take an overflow in a compaction for the end."""
+        session.flags["compaction_loop"] += 1
+        message = (
+            f"the prompt is too long: {CompactionWatch.IN_A_ROW} compactions in a row made no room, so what the harness always "
+            f"sends does not fit a window of {self._engine.info.window} tokens; use a model with a larger one"
+        )
+        return CallFailed(WireError(fault=Fault.CONTEXT_OVERFLOW, message=message, field="messages"))
+
     def _final_answer(self, session: GatewaySession, request: ChatRequest) -> Answer:
         """The budget is spent: a whole, tool-free reply that no engine sampled and that nothing trains."""
         session.flags["budget_exhausted"] += 1
@@ -235,7 +250,9 @@ class Calls:
             )
         reply = ChatReply(text="The budget of this session is spent. I stop here.", finish_reason="stop")
         reply_id = f"{session.session_id}.budget{session.flags['budget_exhausted']}"
-        return Answer(reply=reply, head=self._head(reply_id, request), call=None)
+        answer = Answer(reply=reply, head=self._head(reply_id, request), call=None)
+        session.remember_response(request, answer)
+        return answer
 
     def _head(self, reply_id: str, request: ChatRequest) -> ReplyHead:
         return ReplyHead(reply_id=f"chatcmpl-{reply_id}", created=int(self._clock()), model=request.model)

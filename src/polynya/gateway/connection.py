@@ -1,10 +1,13 @@
-"""One HTTP exchange over ASGI: the whole body in, a whole or a streamed reply out, and news of a client that goes away."""
+"""One HTTP exchange over ASGI: the whole body in, a whole or a streamed reply out, and news of a client that goes away.
+
+``Turn`` is what answering a request needs of the way it came: over HTTP, or as one message of a WebSocket.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any, Protocol
 from urllib.parse import parse_qs
 
 from polynya.gateway.protocol import GONE
@@ -30,23 +33,55 @@ class ClientGone(Exception):
     """The client closed the connection before its request was whole."""
 
 
-class Exchange:
-    """One request and its reply."""
+class Turn(Protocol):
+    """One request, whose body is read already, and its reply."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.method: str = scope["method"]
+    @property
+    def method(self) -> str: ...
+
+    @property
+    def headers(self) -> Mapping[str, str]: ...
+
+    @property
+    def client_gone(self) -> bool: ...
+
+    def query(self, name: str) -> str: ...
+
+    def watch(self) -> asyncio.Future[None]: ...
+
+    async def reply(self, status: int, body: bytes, headers: Headers | None = None) -> None: ...
+
+    async def begin_events(self) -> None: ...
+
+    async def event(self, data: bytes) -> None: ...
+
+    async def end_events(self, data: bytes = b"") -> None: ...
+
+
+class Head:
+    """The first line and the headers of a request."""
+
+    def __init__(self, scope: Scope) -> None:
+        self.method: str = scope.get("method", "GET")
         self.path: str = scope["path"]
         self.headers: dict[str, str] = {
             name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
         }
         self._query: bytes = scope.get("query_string", b"")
+
+    def query(self, name: str) -> str:
+        return (parse_qs(self._query.decode("latin-1")).get(name) or [""])[0]
+
+
+class Exchange(Head):
+    """One request and its reply."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        super().__init__(scope)
         self._receive = receive
         self._send = send
         self._gone: asyncio.Future[None] | None = (scope.get("extensions") or {}).get(GONE)
         self._watching: asyncio.Task[None] | None = None
-
-    def query(self, name: str) -> str:
-        return (parse_qs(self._query.decode("latin-1")).get(name) or [""])[0]
 
     async def body(self, limit: int) -> bytes:
         if int(self.headers.get("content-length") or 0) > limit:

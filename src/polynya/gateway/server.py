@@ -75,7 +75,11 @@ class Gateway:
         config = uvicorn.Config(
             self.app,
             http=cast("type[asyncio.Protocol]", GatewayProtocol),
-            ws="none",
+            ws="websockets-sansio",
+            ws_max_size=self.settings.max_body_bytes,
+            # A busy agent may not answer a ping for minutes, and on a loopback the kernel says when it is gone.
+            ws_ping_interval=None,
+            ws_per_message_deflate=False,
             lifespan="off",
             log_config=None,
             access_log=False,

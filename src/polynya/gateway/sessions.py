@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import itertools
 import secrets
 from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from polynya.dialects.base import Fault, WireError
 from polynya.dialects.history import History
 from polynya.dialects.neutral import ChatMessage, ChatRequest
 from polynya.dialects.wire import chat_message
+from polynya.gateway.lanes import CompactionWatch
 from polynya.schema import Budgets, SamplingSpec
 
 if TYPE_CHECKING:
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 
 _REPLAYS = 8
 """Replies of a session that a retry can still get."""
+_BRANCHES = 4
+"""Responses that the next one is looked at beside: a session rarely has more threads alive."""
 _ENDED_KEYS = 100_000
 FREE_FINAL_ANSWERS = 4
 """Calls after the budget is spent that get a well-formed final answer, before they are refused."""
@@ -53,7 +57,10 @@ class GatewaySession:
         self.replies: OrderedDict[bytes, Answer] = OrderedDict()
         self._histories: dict[str, History[Any]] = {}
         self._responses: dict[str, list[ChatMessage]] = {}
+        self.stored: dict[str, tuple[ChatRequest, Answer]] = {}
+        """Replies that the client may ask for again by id."""
         self.flags: Counter[str] = Counter()
+        self.compactions = CompactionWatch()
         self.calls_begun = 0
         self.refused_after_budget = 0
         self.capture_error = ""
@@ -94,7 +101,11 @@ class GatewaySession:
         ]
 
     def with_history(self, request: ChatRequest) -> ChatRequest | WireError:
-        """The request with the messages that ``previous_response_id`` stands for. Unknown ids are an error, never lost history."""
+        """The request with the messages that ``previous_response_id`` stands for. Unknown ids are an error, never lost history.
+
+        ``store: false`` does not make an id unknown: on a WebSocket the provider continues such replies too, and the
+        session has captured them anyway. It only keeps ``GET /v1/responses/{id}`` from showing them.
+        """
         previous = request.previous_response_id
         if not previous:
             return request
@@ -102,17 +113,40 @@ class GatewaySession:
         if history is None:
             message = f"previous_response_id: {previous!r} is not known in this session"
             return WireError(fault=Fault.NOT_FOUND, message=message, field="previous_response_id")
-        own_system = request.messages[:1] if request.messages and request.messages[0].role == "system" else []
-        rest = request.messages[len(own_system) :]
-        return msgspec.structs.replace(request, messages=[*own_system, *history, *rest])
+        own = int(request.instructions)
+        messages = [*request.messages[:own], *history, *request.messages[own:]]
+        return msgspec.structs.replace(request, messages=messages)
 
     def remember_response(self, request: ChatRequest, answer: Answer) -> None:
         """What a later request may name as its history (instructions are not carried over, as with the provider)."""
         if request.dialect == "openai_responses":
-            reply = answer.reply
+            reply, response_id = answer.reply, f"resp_{answer.head.reply_id}"
             said = chat_message("assistant", text=reply.text, reasoning=reply.reasoning, tool_calls=reply.tool_calls)
-            begin = 1 if request.messages and request.messages[0].role == "system" else 0
-            self._responses[f"resp_{answer.head.reply_id}"] = [*request.messages[begin:], said]
+            self._responses[response_id] = [*self._history(request), said]
+            if request.stored:
+                # Showing it again takes what names its tools, not what it answered to.
+                bare = msgspec.structs.replace(request, messages=[], tools=[], tools_raw=None, leftovers={})
+                self.stored[response_id] = (bare, answer)
+
+    def remember_input(self, request: ChatRequest, reply_id: str) -> None:
+        """The history of a response that was asked for without generation: its input, nothing said."""
+        self._responses[f"resp_{reply_id}"] = self._history(request)
+
+    def _history(self, request: ChatRequest) -> list[ChatMessage]:
+        """Its messages; those that a recent response begins with too are that one's, so that a long session is held once."""
+        messages = request.messages[int(request.instructions) :]
+        best: list[ChatMessage] = []
+        for response_id in list(self._responses)[-_BRANCHES:]:
+            known = self._responses[response_id]
+            pairs = zip(known, messages, strict=False)
+            shared = [ours for ours, _ in itertools.takewhile(lambda pair: pair[0].raw == pair[1].raw, pairs)]
+            best = shared if len(shared) > len(best) else best
+        return [*best, *messages[len(best) :]]
+
+    def forget_response(self, response_id: str) -> bool:
+        """The client deletes it: nothing continues it any more. What was captured stays. False: not known."""
+        self._responses.pop(response_id, None)
+        return self.stored.pop(response_id, None) is not None
 
     def keep_reply(self, digest: bytes, answer: Answer) -> None:
         self.replies[digest] = answer

@@ -12,6 +12,7 @@ from polynya.harnesses.codex import Codex
 from polynya.harnesses.gemini_cli import GeminiCli
 from polynya.harnesses.mini_swe_agent import MiniSweAgent
 from polynya.harnesses.opencode import Opencode
+from polynya.harnesses.openhands import OpenHands
 from polynya.harnesses.pi import Pi
 from polynya.harnesses.qwen_code import QwenCode
 from polynya.harnesses.shell import Shell
@@ -22,6 +23,7 @@ BUILT_IN: dict[str, Callable[[], Harness]] = {
     "gemini_cli": GeminiCli,
     "mini_swe_agent": MiniSweAgent,
     "opencode": Opencode,
+    "openhands": OpenHands,
     "pi": Pi,
     "qwen_code": QwenCode,
     "shell": Shell,

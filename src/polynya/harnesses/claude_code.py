@@ -6,6 +6,7 @@ nothing but the endpoint. Its verdict is its ``result`` event. It refuses settin
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,6 +19,7 @@ from polynya.runtimes.base import ExecResult
 from polynya.schema import HarnessSpec
 
 PACKAGE = "@anthropic-ai/claude-code"
+MCP_CONFIG = ".config/polynya/mcp.json"
 LEAST_COMPACT_WINDOW = 100_000
 """A smaller CLAUDE_CODE_AUTO_COMPACT_WINDOW is taken for this one."""
 MODEL_VARIABLES = (
@@ -51,7 +53,7 @@ class ClaudeCode(NpmCli):
 
     def validate(self, spec: HarnessSpec) -> None:
         _settings.read(spec, ClaudeCodeSettings)
-        _settings.refuse_mcp(spec)
+        _settings.check_mcp(spec)
 
     def packages(self, version: str) -> dict[str, str]:
         return {PACKAGE: version}
@@ -67,6 +69,11 @@ class ClaudeCode(NpmCli):
         compacts = endpoint.window >= LEAST_COMPACT_WINDOW
         argv = [*start_of(installed, self.name), "-p", "--dangerously-skip-permissions"]
         argv += ["--output-format", "stream-json", "--verbose", *_flags(settings)]
+        files = {}
+        if spec.mcp_servers:
+            servers = _settings.mcp_object(spec, type="stdio")
+            files[MCP_CONFIG] = json.dumps({"mcpServers": servers}, indent=1)
+            argv += ["--strict-mcp-config", "--mcp-config", f"{home}/{MCP_CONFIG}"]
         env = {
             # A first system block whose text is a hash of the first user message.
             "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
@@ -78,12 +85,14 @@ class ClaudeCode(NpmCli):
             "ANTHROPIC_API_KEY": endpoint.api_key,
             **dict.fromkeys(MODEL_VARIABLES, endpoint.model),
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            # It says with each call whether it is the main agent, a sub-agent, a compaction or a side call.
+            "CLAUDE_CODE_GATEWAY_HINT_HEADERS": "1",
             # Root may skip permissions only where it says that it is in a sandbox.
             "IS_SANDBOX": "1",
         }
         if not settings.experimental_betas:
             env["CLAUDE_CODE_DISABLE_EXPERIMENTAL_BETAS"] = "1"
-        return Launch(argv=argv, env=env, stdin=instruction.encode())
+        return Launch(argv=argv, env=env, home_files=files, stdin=instruction.encode())
 
     def verdict(self, result: ExecResult, stdout_tail: bytes) -> Verdict:
         if (early := early_end(self.name, result, stdout_tail)) is not None:

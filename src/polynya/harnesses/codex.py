@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,7 +18,7 @@ from polynya.harnesses import _settings
 from polynya.harnesses._npm_cli import NpmCli, early_end, events, failed, message_of, start_of
 from polynya.harnesses.base import Endpoint, Installed, Launch, Verdict
 from polynya.runtimes.base import ExecResult
-from polynya.schema import HarnessSpec
+from polynya.schema import HarnessSpec, McpServer
 
 PACKAGE = "@openai/codex"
 KEY_VARIABLE = "POLYNYA_SESSION_KEY"
@@ -40,6 +41,8 @@ class CodexSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """False: AGENTS.md of the workspace is not read."""
     tool_output_tokens: Annotated[int, msgspec.Meta(ge=100)] | None = None
     """A longer tool output is cut in its middle."""
+    websockets: bool = False
+    """True: one WebSocket a thread, where each turn sends only what is new, in place of a POST of the whole."""
 
 
 class Codex(NpmCli):
@@ -48,7 +51,7 @@ class Codex(NpmCli):
 
     def validate(self, spec: HarnessSpec) -> None:
         _settings.read(spec, CodexSettings)
-        _settings.refuse_mcp(spec)
+        _settings.check_mcp(spec)
 
     def packages(self, version: str) -> dict[str, str]:
         return {PACKAGE: version}
@@ -61,7 +64,7 @@ class Codex(NpmCli):
         self, spec: HarnessSpec, instruction: str, endpoint: Endpoint, installed: Installed, *, workdir: str, home: str
     ) -> Launch:
         settings = _settings.read(spec, CodexSettings)
-        files = {".codex/config.toml": config_toml(endpoint, settings, home)}
+        files = {".codex/config.toml": config_toml(endpoint, settings, home, spec.mcp_servers)}
         if settings.base_instructions is not None:
             files[".codex/instructions.md"] = settings.base_instructions
         argv = [*start_of(installed, self.name), "exec", "--json", "--skip-git-repo-check"]
@@ -83,7 +86,7 @@ class Codex(NpmCli):
         return Verdict(ok=False, reason=f"codex ended with {result.exit_code} without completing its turn")
 
 
-def config_toml(endpoint: Endpoint, settings: CodexSettings, home: str) -> str:
+def config_toml(endpoint: Endpoint, settings: CodexSettings, home: str, mcp_servers: Sequence[McpServer] = ()) -> str:
     """A JSON string is a TOML basic string."""
     top: dict[str, Any] = {
         "model": endpoint.model,
@@ -108,12 +111,16 @@ def config_toml(endpoint: Endpoint, settings: CodexSettings, home: str) -> str:
             "base_url": f"{endpoint.base_url}/v1",
             "env_key": KEY_VARIABLE,
             "wire_api": "responses",
+            "supports_websockets": settings.websockets,
         },
         "agents": {"enabled": settings.multi_agent},
         "features": dict.fromkeys(OFF, False) | {"goals": settings.goals},
         "analytics": {"enabled": False},
         "feedback": {"enabled": False},
     }
+    for server in mcp_servers:
+        tables[f"mcp_servers.{server.name}"] = {"command": server.command, "args": server.args}
+        tables[f"mcp_servers.{server.name}.env"] = {json.dumps(key): value for key, value in server.env.items()}
     lines = _entries(top)
     for name, table in tables.items():
         lines += ["", f"[{name}]", *_entries(table)]

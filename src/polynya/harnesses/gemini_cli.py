@@ -42,7 +42,7 @@ class GeminiCli(NpmCli):
 
     def validate(self, spec: HarnessSpec) -> None:
         _settings.read(spec, GeminiCliSettings)
-        _settings.refuse_mcp(spec)
+        _settings.check_mcp(spec)
 
     def packages(self, version: str) -> dict[str, str]:
         return {PACKAGE: version}
@@ -66,7 +66,7 @@ class GeminiCli(NpmCli):
         return Launch(
             argv=[*start_of(installed, self.name), "--yolo", "-m", endpoint.model, "--output-format", "stream-json"],
             env=env,
-            home_files={".gemini/settings.json": json.dumps(settings_json(settings), indent=1)},
+            home_files={".gemini/settings.json": json.dumps(settings_json(settings, spec), indent=1)},
             stdin=instruction.encode(),
         )
 
@@ -80,7 +80,7 @@ class GeminiCli(NpmCli):
         return failed(words, result.exit_code + 256 if result.exit_code >= LEAST_STATUS_EXIT else None)
 
 
-def settings_json(settings: GeminiCliSettings) -> dict[str, Any]:
+def settings_json(settings: GeminiCliSettings, spec: HarnessSpec) -> dict[str, Any]:
     model: dict[str, Any] = {"disableLoopDetection": True}
     if settings.max_turns is not None:
         model["maxSessionTurns"] = settings.max_turns
@@ -95,4 +95,5 @@ def settings_json(settings: GeminiCliSettings) -> dict[str, Any]:
         "general": {"enableAutoUpdate": False, "enableAutoUpdateNotification": False},
         "model": model,
         "tools": tools,
+        "mcpServers": _settings.mcp_object(spec, trust=True),
     }

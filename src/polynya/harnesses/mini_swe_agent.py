@@ -15,15 +15,12 @@ from typing import Annotated, Any
 
 import msgspec
 
-from polynya.harnesses import _cache, _settings
+from polynya.harnesses import _cache, _python, _settings
 from polynya.harnesses._npm_cli import early_end
 from polynya.harnesses.base import Endpoint, Installed, Launch, Progress, Verdict
 from polynya.runtimes.base import Bind, Check, ExecResult
 from polynya.schema import HarnessSpec
 
-PIP_FIX = (
-    "install the venv module (apt-get install python3-venv), and see that pip reaches an index (`pip download litellm`)"
-)
 CONFIG = ".config/polynya/mini.yaml"
 _ERROR = re.compile(r"litellm\.(\w+)")
 INFRA_ERRORS = frozenset(
@@ -73,17 +70,13 @@ class MiniSweAgent:
         folder = _cache.folder_of(cache, self.name, version)
 
         async def fill(staging: Path) -> None:
-            await _cache.run([sys.executable, "-m", "venv", str(staging)], self.name, PIP_FIX)
-            argv = [str(staging / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
             wanted = [f"mini-swe-agent=={version}", f"litellm=={self.litellm_version}"]
-            await _cache.run([*argv, "--no-input", "--only-binary", ":all:", *wanted], self.name, PIP_FIX)
+            await _python.make_environment(self.name, staging, Path(sys.executable), wanted)
 
         await _cache.install(self.name, folder, self._packages(version), progress, fill)
-        bases = dict.fromkeys([Path(sys.base_prefix), Path(sys.base_prefix).resolve()])
-        shown = [folder, *(base for base in bases if not base.is_relative_to("/usr"))]
         return Installed(
             version=version,
-            binds=[Bind(source=path, target=str(path)) for path in shown],
+            binds=[Bind(source=path, target=str(path)) for path in _python.shown(folder, Path(sys.base_prefix))],
             programs={"python": str(folder / "bin" / "python")},
         )
 

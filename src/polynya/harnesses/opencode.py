@@ -50,7 +50,7 @@ class Opencode(NpmCli):
 
     def validate(self, spec: HarnessSpec) -> None:
         _settings.read(spec, OpencodeSettings)
-        _settings.refuse_mcp(spec)
+        _settings.check_mcp(spec)
 
     def packages(self, version: str) -> dict[str, str]:
         return {package(): version}
@@ -69,7 +69,7 @@ class Opencode(NpmCli):
         env = {
             **spec.env,
             **{f"OPENCODE_DISABLE_{what}": "1" for what in off},
-            "OPENCODE_CONFIG_CONTENT": json.dumps(config(endpoint, settings)),
+            "OPENCODE_CONFIG_CONTENT": json.dumps(config(endpoint, settings, spec)),
         }
         return Launch(argv=[*argv, "--auto"], env=env, stdin=instruction.encode())
 
@@ -95,7 +95,7 @@ def package() -> str:
     return _PACKAGES[machine]
 
 
-def config(endpoint: Endpoint, settings: OpencodeSettings) -> dict[str, Any]:
+def config(endpoint: Endpoint, settings: OpencodeSettings, spec: HarnessSpec) -> dict[str, Any]:
     npm_package, path = WIRES[settings.wire]
     model = {
         "name": endpoint.model,
@@ -115,6 +115,16 @@ def config(endpoint: Endpoint, settings: OpencodeSettings) -> dict[str, Any]:
         "enabled_providers": [PROVIDER],
         "provider": {PROVIDER: provider},
     }
+    if spec.mcp_servers:
+        made["mcp"] = {
+            server.name: {
+                "type": "local",
+                "command": [server.command, *server.args],
+                "environment": server.env,
+                "enabled": True,
+            }
+            for server in spec.mcp_servers
+        }
     if settings.exclude_tools:
         made["tools"] = dict.fromkeys(settings.exclude_tools, False)
     return made

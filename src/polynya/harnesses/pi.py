@@ -60,7 +60,7 @@ class Pi:
 
     def validate(self, spec: HarnessSpec) -> None:
         _settings.read(spec, PiSettings)
-        _settings.refuse_mcp(spec)
+        _settings.check_mcp(spec)
 
     def _packages(self, version: str) -> dict[str, str]:
         return {PACKAGE: version, npm.node_package(): npm.NODE_VERSION}
@@ -100,10 +100,15 @@ class Pi:
             argv += ["--thinking", settings.thinking]
         if not settings.context_files:
             argv.append("--no-context-files")
+        files = {".pi/agent/models.json": json.dumps(_models(endpoint, settings), indent=1)}
+        if spec.mcp_servers:
+            files[".pi/agent/mcp.json"] = json.dumps(
+                {"mcpServers": _settings.mcp_object(spec, exposure="direct")}, indent=1
+            )
         return Launch(
             argv=argv,
             env={**spec.env, "PI_OFFLINE": "1", "PI_TELEMETRY": "0"},
-            home_files={".pi/agent/models.json": json.dumps(_models(endpoint, settings), indent=1)},
+            home_files=files,
             stdin=instruction.encode(),
         )
 

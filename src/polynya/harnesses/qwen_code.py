@@ -46,7 +46,7 @@ class QwenCode(NpmCli):
 
     def validate(self, spec: HarnessSpec) -> None:
         _settings.read(spec, QwenCodeSettings)
-        _settings.refuse_mcp(spec)
+        _settings.check_mcp(spec)
 
     def packages(self, version: str) -> dict[str, str]:
         return {PACKAGE: version}
@@ -70,7 +70,7 @@ class QwenCode(NpmCli):
         return Launch(
             argv=argv,
             env=env,
-            home_files={".qwen/settings.json": json.dumps(settings_json(settings, endpoint), indent=1)},
+            home_files={".qwen/settings.json": json.dumps(settings_json(settings, endpoint, spec), indent=1)},
             stdin=instruction.encode(),
         )
 
@@ -111,11 +111,12 @@ def _flags(settings: QwenCodeSettings) -> list[str]:
     return flags
 
 
-def settings_json(settings: QwenCodeSettings, endpoint: Endpoint) -> dict[str, Any]:
+def settings_json(settings: QwenCodeSettings, endpoint: Endpoint, spec: HarnessSpec) -> dict[str, Any]:
     return {
         "privacy": {"usageStatisticsEnabled": False},
         "telemetry": {"enabled": False},
         "general": {"enableAutoUpdate": False},
+        "mcpServers": _settings.mcp_object(spec, trust=True),
         "memory": {"enableManagedAutoMemory": settings.memory},
         "model": {"generationConfig": {"contextWindowSize": endpoint.window}},
     }

@@ -135,7 +135,7 @@ class Job:
         capture = self.gateway_session.capture
         vocab_size = self.deps.engine.info.vocab_size
         self.trajectory = await asyncio.to_thread(
-            trajectory_of, capture, builder=self.session.task.builder.name, vocab_size=vocab_size
+            trajectory_of, capture, builder=self.session.task.builder, vocab_size=vocab_size
         )
 
     async def evaluate(self, status: Status, timeout: float) -> None:

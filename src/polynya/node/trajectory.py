@@ -6,16 +6,22 @@ import msgspec
 
 from polynya.capture.calls import StoredCall
 from polynya.capture.store import SessionCapture
-from polynya.schema import Call, Exclusion, Trajectory
+from polynya.schema import BuilderSpec, Call, Exclusion, Trajectory
 from polynya.tokens import Built, build
 
 _encode = msgspec.json.Encoder().encode
 
 
-def trajectory_of(capture: SessionCapture, *, builder: str, vocab_size: int | None = None) -> Trajectory:
+def trajectory_of(capture: SessionCapture, *, builder: BuilderSpec, vocab_size: int | None = None) -> Trajectory:
     """Build all rows of an attempt. Raises CaptureError when an invariant of the builders does not hold."""
     calls = capture.calls
-    built = build(calls, session_id=capture.session_id, builder=builder, vocab_size=vocab_size)
+    built = build(
+        calls,
+        session_id=capture.session_id,
+        builder=builder.name,
+        vocab_size=vocab_size,
+        extra_lanes=builder.extra_lanes,
+    )
     return Trajectory(
         traces=built.traces, calls=[_call_row(capture, call, built) for call in calls], ledger=built.ledger
     )
@@ -42,6 +48,9 @@ def _call_row(capture: SessionCapture, call: StoredCall, built: Built) -> Call:
         index=call.index,
         dialect=call.intent.dialect,
         lane=str(call.lane),
+        lane_rule=call.intent.lane_rule,
+        agent=call.intent.agent,
+        parent_agent=call.intent.parent_agent,
         model=call.intent.model,
         outcome=call.outcome,
         error=record.error if record else "no outcome was recorded",

@@ -26,7 +26,7 @@ from polynya.node.job import error_info
 from polynya.node.trajectory import trajectory_of
 from polynya.rollout.rundir import RunDir
 from polynya.rollout.summary import summarise
-from polynya.schema import Provenance, SamplingSpec, SessionResult, Status
+from polynya.schema import BuilderSpec, Provenance, SamplingSpec, SessionResult, Status
 from polynya.tokens import BUILDERS
 
 _SESSION = "manual.0"
@@ -103,7 +103,10 @@ class ManualSession:
         await self._gateway.close_session(self._session)
         info = self._engine.info
         trajectory = await asyncio.to_thread(
-            trajectory_of, self._session.capture, builder=self._options.builder, vocab_size=info.vocab_size
+            trajectory_of,
+            self._session.capture,
+            builder=BuilderSpec(name=self._options.builder),
+            vocab_size=info.vocab_size,
         )
         failed = self._session.capture_error
         result = SessionResult(

@@ -8,7 +8,7 @@ conditioned on; a sampled token is trained at most once over all rows; ``capture
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 import numpy as np
@@ -46,7 +46,7 @@ def _a_row_per_leaf(nodes: Sequence[Node]) -> list[list[Node]]:
 BUILDERS: dict[str, Plan] = {"per_request": _a_row_per_call, "prefix_merging": _a_row_per_leaf}
 
 
-def exclusion_of(call: CapturedCall) -> Exclusion | None:
+def exclusion_of(call: CapturedCall, extra_lanes: Collection[str] = ()) -> Exclusion | None:
     """Why this call is not trained, or None. What capture found comes first."""
     if call.outcome != "ok":
         return Exclusion.CANCELLED
@@ -54,17 +54,39 @@ def exclusion_of(call: CapturedCall) -> Exclusion | None:
         return call.exclusion
     if not call.delivered:
         return Exclusion.NOT_DELIVERED
-    return LANE_EXCLUSIONS.get(call.lane)
+    return None if call.lane in extra_lanes else LANE_EXCLUSIONS.get(call.lane)
 
 
-def build(calls: Sequence[CapturedCall], *, session_id: str, builder: str, vocab_size: int | None = None) -> Built:
-    """Build all rows of one session attempt from its calls, in commit order.
+def rejected(calls: Sequence[CapturedCall]) -> set[str]:
+    """Compactions after which the same agent asked for one again: the harness did not take what they said."""
+    found: set[str] = set()
+    last: dict[str, CapturedCall] = {}
+    for call in calls:
+        before = last.get(call.agent)
+        if before is not None and before.lane == call.lane == Lane.COMPACTION:
+            found.add(before.call_id)
+        last[call.agent] = call
+    return found
+
+
+def build(
+    calls: Sequence[CapturedCall],
+    *,
+    session_id: str,
+    builder: str,
+    vocab_size: int | None = None,
+    extra_lanes: Collection[str] = (),
+) -> Built:
+    """Build all rows of one session attempt from its calls, in commit order. ``extra_lanes``: those trained, too.
 
     Raises KeyError for an unknown builder, and CaptureError if an invariant of this module does not hold: such rows
     would be wrong numbers, so there are none.
     """
     plan = BUILDERS[builder]
-    exclusions = {call.call_id: reason for call in calls if (reason := exclusion_of(call)) is not None}
+    exclusions = {call.call_id: reason for call in calls if (reason := exclusion_of(call, extra_lanes)) is not None}
+    for call_id in rejected(calls):
+        if exclusions.get(call_id, Exclusion.COMPACTION_LANE) == Exclusion.COMPACTION_LANE:
+            exclusions[call_id] = Exclusion.SUPERSEDED_RETRY
     nodes = grow([call for call in calls if call.call_id not in exclusions and call.sampled_count])
     trained: set[str] = set()
     traces = []

@@ -20,6 +20,11 @@ class CapturedCall(Protocol):
     def lane(self) -> Lane: ...
 
     @property
+    def agent(self) -> str:
+        """The harness's own name of the agent that asked; empty when it gives none."""
+        ...
+
+    @property
     def outcome(self) -> str:
         """``ok``, ``cancelled``, ``failed`` or ``unfinished``."""
         ...

@@ -31,6 +31,9 @@ class CallRow(msgspec.Struct, frozen=True, kw_only=True):
     index: int | None = None
     dialect: str | None = None
     lane: str | None = None
+    lane_rule: str | None = None
+    agent: str | None = None
+    parent_agent: str | None = None
     model: str | None = None
     outcome: str | None = None
     error: str | None = None

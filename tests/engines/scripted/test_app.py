@@ -77,7 +77,7 @@ async def test_a_client_that_goes_away_is_noticed() -> None:
         assert app.desk.in_flight == 0
 
 
-@pytest.mark.parametrize("kind", ["reset", "reset_midway"])
+@pytest.mark.parametrize("kind", ["reset", "reset_midway", "truncated"])
 async def test_a_reset_breaks_the_connection(kind: str) -> None:
     app = scripted_app(Script(steps=[Step(fault=Fault(kind=kind, times=1), text="ok")]))  # type: ignore[arg-type]
     async with serve(app) as url:

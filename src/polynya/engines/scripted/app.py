@@ -8,6 +8,8 @@ in ``desk.aborted``. Refuses streaming with a 400.
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
 from collections import deque
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
@@ -176,11 +178,10 @@ class ScriptedApp:
         return self.desk.plan(affinity, prompt, _tool_specs(body.tools), sampling, token_in=given is not None)
 
     async def _answer(self, planned: Planned, body: _Body, scope: Scope, send: Send) -> None:
-        fault = planned.fault
-        if fault is not None and fault.kind in WHOLE_CALL_FAULTS:
+        await self.desk.work(planned)
+        if planned.fault is not None and planned.fault.kind in WHOLE_CALL_FAULTS:
             await _fail(planned, scope, send)
             return
-        await self.desk.work(planned)
         await _send(send, 200, chat_body(planned, spoiled(planned, None), body, self.script.model))
 
 
@@ -265,18 +266,24 @@ async def _fail(planned: Planned, scope: Scope, send: Send) -> None:
             await _send(send, 200, b'{"id":"scripted","choices":[{"message":')
         case "reset":
             _cut(scope)
-        case "reset_midway":
+        case "reset_midway" | "truncated":
             head = [(b"content-type", b"application/json"), (b"content-length", b"4096")]
             await send({"type": "http.response.start", "status": 200, "headers": head})
             await send({"type": "http.response.body", "body": b'{"id":"scripted"', "more_body": True})
-            _cut(scope)
+            _cut(scope, reset=fault.kind == "reset_midway")
 
 
-def _cut(scope: Scope) -> None:
+def _cut(scope: Scope, *, reset: bool = False) -> None:
     access = scope.get("extensions", {}).get(TRANSPORT)
     if access is None:
         raise RuntimeError("fault reset: this server gives no access to the connection; run the app with serve()")
-    access["transport"].close()
+    transport = access["transport"]
+    if reset:
+        # Closing with a linger time of zero sends RST in place of FIN.
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        transport.abort()
+    else:
+        transport.close()
 
 
 def _tool_specs(raw: msgspec.Raw) -> list[ToolSpec]:

@@ -58,9 +58,9 @@ class ScriptedEngine:
         )
         await self.desk.count("started")
         try:
+            await self.desk.work(planned)
             if planned.fault is not None and planned.fault.kind in WHOLE_CALL_FAULTS:
                 await _fail(planned)
-            await self.desk.work(planned)
         except asyncio.CancelledError:
             await self.desk.count("aborted")
             raise

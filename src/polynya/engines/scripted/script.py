@@ -23,6 +23,7 @@ FaultKind = Literal[
     "hang",
     "reset",
     "reset_midway",
+    "truncated",
     "bad_json",
     "short_logprobs",
     "nan_logprob",
@@ -36,8 +37,11 @@ FaultKind = Literal[
     "token_id_strings",
     "bad_token_id_string",
 ]
-WHOLE_CALL_FAULTS: frozenset[str] = frozenset({"http_error", "overflow", "hang", "reset", "reset_midway", "bad_json"})
-"""Faults that leave no readable reply; the others spoil one."""
+WHOLE_CALL_FAULTS: frozenset[str] = frozenset(
+    {"http_error", "overflow", "hang", "reset", "reset_midway", "truncated", "bad_json"}
+)
+"""Faults that leave no readable reply; the others spoil one. ``reset_midway``: a connection reset inside the body;
+``truncated``: a body that is closed short of its announced length; ``bad_json``: JSON cut in a body that is whole."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
