@@ -81,9 +81,8 @@ def _targets_grid(report: dict[str, Any]) -> Grid:
     for where, wrong in report["differences"].items():
         notes.append(f"NOT EXACT: {where}: {wrong}")
     at = report["machine"]
-    notes.append(
-        f"{at['cpu']}, {at['cores']} cores, Python {at['python']}, {at['date']}, load at start {at['load'][0]}"
-    )
+    said = f"{at['cpu']}, {at['cores']} cores, Python {at['python']}, {at['date']}, load {at['load'][0]} at the start"
+    notes.append(f"{said}, fdatasync of 20 KB {at['fdatasync_ms']} ms")
     return Grid(
         title="polynya and its targets", columns=["figure", "measured", "target", "met"], rows=rows, notes=notes
     )

@@ -25,6 +25,7 @@ class StallMonitor:
         """Seconds of garbage collection since the last tick."""
         self._collecting = 0.0
         """When the collection that is under way began; 0: none, or the tick has counted it."""
+        self._collecting_cpu = 0.0
         self._longest_collection = 0.0
         self._all_collections = 0.0
         self._begun = 0.0
@@ -68,7 +69,7 @@ class StallMonitor:
 
     def _collector(self, phase: str, info: dict[str, int]) -> None:
         if phase == "start":
-            self._collecting = time.perf_counter()
+            self._collecting, self._collecting_cpu = time.perf_counter(), time.process_time()
         else:
             self._collection_over()
 
@@ -77,7 +78,7 @@ class StallMonitor:
             took = time.perf_counter() - self._collecting
             self._collecting = 0.0
             self._collected += took
-            self._all_collections += took
+            self._all_collections += min(took, time.process_time() - self._collecting_cpu)
             self._longest_collection = max(self._longest_collection, took)
 
 
