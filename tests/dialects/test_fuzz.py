@@ -9,7 +9,6 @@ import copy
 import json
 import os
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,9 +20,8 @@ from polynya.dialects.registry import DIALECTS
 from .conftest import HEAD, recorded
 
 ROUNDS = int(os.environ.get("POLYNYA_FUZZ", "400"))
-CHAT = Path(__file__).parent.parent / "fixtures" / "recordings" / "openai_chat.jsonl"
 SEEDS: dict[str, list[tuple[str, Any]]] = {
-    "openai_chat": [("/v1/chat/completions", json.loads(line)["body"]) for line in CHAT.read_text().splitlines()],
+    "openai_chat": [(row["path"], row["body"]) for row in recorded("/chat/completions")],
     "anthropic_messages": [(row["path"], row["body"]) for row in recorded("/messages")],
     "openai_responses": [(row["path"], row["body"]) for row in recorded("/responses")],
     "google_generate": [(row["path"], row["body"]) for row in recorded("enerateContent")],

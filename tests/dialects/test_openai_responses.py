@@ -43,7 +43,9 @@ def test_recorded_request_is_understood(row: dict[str, Any]) -> None:
     items = row["body"]["input"]
     calls = [message_call for message in request.messages for message_call in message.tool_calls]
     sent = [item for item in items if item.get("type") == "function_call"]
-    assert [(c.id, c.name, c.arguments) for c in calls] == [(i["call_id"], i["name"], i["arguments"]) for i in sent]
+    assert [(c.id, c.name, c.arguments) for c in calls] == [
+        (i["call_id"], "__".join(filter(None, (i.get("namespace"), i["name"]))), i["arguments"]) for i in sent
+    ]
     outputs = [item["call_id"] for item in items if item.get("type") == "function_call_output"]
     assert [message.tool_call_id for message in request.messages if message.role == "tool"] == outputs
     assert request.tools or not row["body"].get("tools")
