@@ -182,7 +182,7 @@ def test_refusal_names_the_field(fields: dict[str, Any], field: str, words: str)
 def test_parts_are_joined_and_media_counted() -> None:
     parts = [
         {"type": "text", "text": "look"},
-        {"type": "image_url", "image_url": {"url": "data:,"}},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,QUJD"}},
         {"type": "input_text", "text": "here"},
     ]
     (message,) = parse(ask(messages=[{"role": "user", "content": parts}])).messages

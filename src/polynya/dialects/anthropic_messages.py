@@ -2,7 +2,7 @@
 
 A user message with ``tool_result`` blocks becomes one ``tool`` message a block, in block order, then one ``user`` message with
 the rest; consecutive assistant messages merge; a ``system`` message in the middle stays where it is. Thinking with our own
-signature is reasoning again, with a foreign one it is dropped and its message kept. Sources: recorded traffic of Claude Code
+signature is reasoning again, with a foreign one it is dropped (and counted) and its message kept. Sources: recorded traffic of Claude Code
 and the SDKs, the provider's API reference. Refuses block types that it cannot pass on, naming them.
 """
 
@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from polynya.dialects import media
 from polynya.dialects.base import BadRequest, Fault, WireError
 from polynya.dialects.neutral import ChatMessage, ChatReply, ChatRequest, ReplyHead, SamplingParams, ToolCall, ToolSpec
 from polynya.dialects.wire import (
@@ -39,6 +40,7 @@ class _Source(msgspec.Struct):
     media_type: str = "application/octet-stream"
     data: str = ""
     url: str = ""
+    content: str | list[msgspec.Raw] = ""
 
 
 class _Block(msgspec.Struct):
@@ -50,6 +52,7 @@ class _Block(msgspec.Struct):
     name: str = ""
     input: Any = None
     tool_use_id: str = ""
+    tool_name: str = ""
     content: str | list[msgspec.Raw] | None = None
     is_error: bool | None = None
     source: _Source | None = None
@@ -105,12 +108,14 @@ class AnthropicMessages:
         if wire.max_tokens is not None and wire.max_tokens < 1:
             raise BadRequest(f"max_tokens: {wire.max_tokens} is below 1", field="max_tokens")
         leftovers: dict[str, Any] = {key: value for key, value in _object.decode(body).items() if key not in _KNOWN}
-        messages = _system(wire.system, leftovers)
+        notes = media.Notes()
+        messages = _system(wire.system, leftovers, notes)
         for i, message in enumerate(wire.messages):
-            messages += _messages(message, f"messages[{i}]")
+            messages += _messages(message, f"messages[{i}]", notes)
         tools = [tool for tool in wire.tools or [] if tool.type in (None, "custom")]
         if dropped := [tool.type for tool in wire.tools or [] if tool.type not in (None, "custom")]:
             leftovers["dropped_tools"] = dropped
+            notes.drop("provider_tool", len(dropped))
         specs = [
             ToolSpec(name=tool.name, description=tool.description or "", parameters=_copied(tool.input_schema))
             for tool in tools
@@ -135,6 +140,8 @@ class AnthropicMessages:
                 {},
             ),
             stream=bool(wire.stream),
+            images=notes.images,
+            dropped=notes.dropped,
             leftovers=leftovers,
         )
 
@@ -177,36 +184,48 @@ class AnthropicMessages:
         return encode({"input_tokens": count})
 
 
-def _system(system: str | list[_Block] | None, leftovers: dict[str, Any]) -> list[ChatMessage]:
-    texts = [system] if isinstance(system, str) else [block.text for block in system or []]
+def _system(system: str | list[_Block] | None, leftovers: dict[str, Any], notes: media.Notes) -> list[ChatMessage]:
+    texts = [system] if isinstance(system, str) else _only_texts(system or [], "system")
     volatile = [text for text in texts if text.startswith(_VOLATILE)]
     if volatile:
         leftovers["volatile_system"] = volatile
+        notes.drop("volatile_system", len(volatile))
     text = "\n".join(text for text in texts if text and not text.startswith(_VOLATILE))
     return [chat_message("system", text=text)] if text else []
 
 
-def _messages(message: _Message, where: str) -> list[ChatMessage]:
+def _only_texts(blocks: list[_Block], where: str) -> list[str]:
+    for i, block in enumerate(blocks):
+        if block.type != "text":
+            raise BadRequest(
+                f"{where}[{i}].type: {block.type!r} is not served here; send text", field=f"{where}[{i}].type"
+            )
+    return [block.text for block in blocks]
+
+
+def _messages(message: _Message, where: str, notes: media.Notes) -> list[ChatMessage]:
     blocks = [_Block(text=message.content)] if isinstance(message.content, str) else message.content
     if message.role == "assistant":
-        return [_assistant(blocks, where)]
+        return [_assistant(blocks, where, notes)]
     if message.role == "system":
-        return [chat_message("system", text="\n".join(block.text for block in blocks if block.text))]
+        return [chat_message("system", text="\n".join(filter(None, _only_texts(blocks, f"{where}.content"))))]
     if message.role != "user":
         raise BadRequest(
             f"{where}.role: {message.role!r} is unknown; use user, assistant or system", field=f"{where}.role"
         )
     results = [
-        _tool_result(block, f"{where}.content[{i}]") for i, block in enumerate(blocks) if block.type == "tool_result"
+        _tool_result(block, f"{where}.content[{i}]", notes)
+        for i, block in enumerate(blocks)
+        if block.type == "tool_result"
     ]
     rest = [(i, block) for i, block in enumerate(blocks) if block.type != "tool_result"]
     if not rest:
         return results
-    parts = [_part(block, f"{where}.content[{i}]") for i, block in rest]
+    parts = [_part(block, f"{where}.content[{i}]", notes) for i, block in rest]
     return [*results, _with_parts("user", parts)]
 
 
-def _assistant(blocks: list[_Block], where: str) -> ChatMessage:
+def _assistant(blocks: list[_Block], where: str, notes: media.Notes) -> ChatMessage:
     texts: list[str] = []
     reasoning: list[str] = []
     calls: list[ToolCall] = []
@@ -215,9 +234,12 @@ def _assistant(blocks: list[_Block], where: str) -> ChatMessage:
             case "text":
                 texts.append(block.text)
             case "thinking":
-                reasoning += [block.thinking] if is_ours(block.thinking, block.signature) else []
+                if is_ours(block.thinking, block.signature):
+                    reasoning.append(block.thinking)
+                else:
+                    notes.drop("foreign_reasoning")
             case "redacted_thinking":
-                pass
+                notes.drop("foreign_reasoning")
             case "tool_use":
                 calls.append(ToolCall(id=block.id, name=block.name, arguments=arguments_text(block.input)))
             case other:
@@ -229,12 +251,13 @@ def _assistant(blocks: list[_Block], where: str) -> ChatMessage:
     return chat_message("assistant", text=text, reasoning="\n".join(reasoning), tool_calls=calls)
 
 
-def _tool_result(block: _Block, where: str) -> ChatMessage:
+def _tool_result(block: _Block, where: str, notes: media.Notes) -> ChatMessage:
     content = block.content
     if not isinstance(content, list):
         return chat_message("tool", text=content or "", tool_call_id=block.tool_use_id)
     parts = [
-        _part(decode_as(_block, raw, f"{where}.content[{i}]"), f"{where}.content[{i}]") for i, raw in enumerate(content)
+        _part(decode_as(_block, raw, f"{where}.content[{i}]"), f"{where}.content[{i}]", notes)
+        for i, raw in enumerate(content)
     ]
     message = _with_parts("tool", parts)
     if not message.media:
@@ -249,22 +272,40 @@ def _with_parts(role: Any, parts: list[dict[str, Any]]) -> ChatMessage:
     return chat_message(role, text=text, parts=parts)
 
 
-def _part(block: _Block, where: str) -> dict[str, Any]:
+def _part(block: _Block, where: str, notes: media.Notes) -> dict[str, Any]:
     source = block.source
     match block.type:
         case "text":
             return {"type": "text", "text": block.text}
+        case "tool_reference":
+            # what a client-side tool search found; the tool itself stands among the tools
+            return {"type": "text", "text": f"Tool found: {block.tool_name}"}
         case "image" if source is not None:
-            url = source.url if source.type == "url" else f"data:{source.media_type};base64,{source.data}"
-            return {"type": "image_url", "image_url": {"url": url}}
-        case "document" if source is not None and source.type == "text":
-            return {"type": "text", "text": source.data}
+            if source.type != "base64":
+                raise media.unserved(f"{where}.source", f"an image by {source.type}")
+            return media.blob(notes, source.media_type, source.data, where)
         case "document" if source is not None:
-            return {"type": "file", "file": {"file_data": f"data:{source.media_type};base64,{source.data}"}}
+            return _document(source, where, notes)
         case other:
             raise BadRequest(
                 f"{where}.type: {other!r} is not served; send text, image or document", field=f"{where}.type"
             )
+
+
+def _document(source: _Source, where: str, notes: media.Notes) -> dict[str, Any]:
+    match source.type:
+        case "text":
+            return {"type": "text", "text": source.data}
+        case "base64":
+            return media.blob(notes, source.media_type, source.data, f"{where}.source")
+        case "content":
+            content, place = source.content, f"{where}.source.content"
+            if not isinstance(content, str):
+                blocks = [decode_as(_block, raw, f"{place}[{i}]") for i, raw in enumerate(content)]
+                content = "\n".join(_only_texts(blocks, place))
+            return {"type": "text", "text": content}
+        case other:
+            raise media.unserved(f"{where}.source", f"a document by {other}")
 
 
 def _merged(messages: list[ChatMessage]) -> list[ChatMessage]:

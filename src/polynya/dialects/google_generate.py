@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from polynya.dialects import media
 from polynya.dialects.base import HTTP_STATUS, BadRequest, Fault, WireError
 from polynya.dialects.neutral import ChatMessage, ChatReply, ChatRequest, ReplyHead, SamplingParams, ToolCall, ToolSpec
 from polynya.dialects.wire import (
@@ -44,10 +45,16 @@ class _Call(msgspec.Struct):
     id: str | None = None
 
 
+class _ResponsePart(msgspec.Struct, rename="camel"):
+    inline_data: _Blob | None = None
+    file_data: _Blob | None = None
+
+
 class _Response(msgspec.Struct):
     name: str
     response: Any = None
     id: str | None = None
+    parts: list[_ResponsePart] = []
 
 
 class _Part(msgspec.Struct, rename="camel"):
@@ -142,11 +149,12 @@ class GoogleGenerate:
                 field="generationConfig.candidateCount",
             )
         leftovers: dict[str, Any] = {key: value for key, value in fields.items() if key not in _KNOWN}
-        tools, tools_raw = _tools(wire.tools or [], leftovers)
+        notes = media.Notes()
+        tools, tools_raw = _tools(wire.tools or [], leftovers, notes)
         return ChatRequest(
             dialect=self.name,
             model=found["model"],
-            messages=[*_system(wire.system_instruction), *_Conversation().messages(wire.contents)],
+            messages=[*_system(wire.system_instruction), *_Conversation(notes).messages(wire.contents)],
             tools=tools,
             tools_raw=tools_raw,
             tool_choice=_choice(wire.tool_config),
@@ -169,6 +177,8 @@ class GoogleGenerate:
                 },
             ),
             stream=found["method"] == "streamGenerateContent",
+            images=notes.images,
+            dropped=notes.dropped,
             leftovers=leftovers,
         )
 
@@ -208,7 +218,8 @@ class GoogleGenerate:
 class _Conversation:
     """Contents → messages, with ids for calls that have none."""
 
-    def __init__(self) -> None:
+    def __init__(self, notes: media.Notes) -> None:
+        self._notes = notes
         self._turn = 0
         self._waiting: list[ToolCall] = []
         """Calls of the latest model turn that no response answered yet."""
@@ -243,9 +254,15 @@ class _Conversation:
         return chat_message("assistant", text="".join(texts), reasoning="".join(thoughts), tool_calls=calls)
 
     def _user(self, parts: list[_Part], where: str) -> list[ChatMessage]:
-        results = [self._result(part.function_response) for part in parts if part.function_response is not None]
+        results = [
+            self._result(part.function_response, f"{where}.parts[{i}].functionResponse")
+            for i, part in enumerate(parts)
+            if part.function_response is not None
+        ]
         rest = [
-            _content_part(part, f"{where}.parts[{i}]") for i, part in enumerate(parts) if part.function_response is None
+            _content_part(part, f"{where}.parts[{i}]", self._notes)
+            for i, part in enumerate(parts)
+            if part.function_response is None
         ]
         if not rest:
             return results
@@ -253,7 +270,7 @@ class _Conversation:
         only_text = all(part["type"] == "text" for part in rest)
         return [*results, chat_message("user", text=text, parts=None if only_text else rest)]
 
-    def _result(self, response: _Response) -> ChatMessage:
+    def _result(self, response: _Response, where: str) -> ChatMessage:
         """By id, else the first open call of that name, else the first open one."""
         open_calls = self._waiting
         matched = next((call for call in open_calls if response.id and call.id == response.id), None)
@@ -264,35 +281,51 @@ class _Conversation:
         value = response.response
         only = value.get("output") if isinstance(value, dict) and set(value) == {"output"} else None
         text = only if isinstance(only, str) else encode(value).decode()
-        return chat_message("tool", text=text, tool_call_id=matched.id if matched else response.id or response.name)
+        parts: list[dict[str, Any]] = [{"type": "text", "text": text}]
+        for i, part in enumerate(response.parts):
+            parts.append(_blob_part(part.inline_data, part.file_data, f"{where}.parts[{i}]", self._notes))
+        return chat_message(
+            "tool",
+            text=text,
+            parts=parts if response.parts else None,
+            tool_call_id=matched.id if matched else response.id or response.name,
+        )
 
 
 def _system(content: _Content | str | None) -> list[ChatMessage]:
-    text = (
-        content if isinstance(content, str) else "\n".join(part.text or "" for part in content.parts) if content else ""
-    )
+    if isinstance(content, str) or content is None:
+        text = content or ""
+    else:
+        for i, part in enumerate(content.parts):
+            if part.text is None:
+                raise _unserved(part, f"systemInstruction.parts[{i}]")
+        text = "\n".join(part.text or "" for part in content.parts)
     return [chat_message("system", text=text)] if text else []
 
 
-def _content_part(part: _Part, where: str) -> dict[str, Any]:
+def _content_part(part: _Part, where: str, notes: media.Notes) -> dict[str, Any]:
     if part.text is not None:
         return {"type": "text", "text": part.text}
-    blob = part.inline_data or part.file_data
-    if blob is not None:
-        url = blob.file_uri or f"data:{blob.mime_type};base64,{blob.data}"
-        if blob.mime_type.startswith("image/"):
-            return {"type": "image_url", "image_url": {"url": url}}
-        return {"type": "file", "file": {"file_data": url}}
-    raise _unserved(part, where)
+    if part.inline_data is None and part.file_data is None:
+        raise _unserved(part, where)
+    return _blob_part(part.inline_data, part.file_data, where, notes)
+
+
+def _blob_part(inline: _Blob | None, file: _Blob | None, where: str, notes: media.Notes) -> dict[str, Any]:
+    if inline is not None:
+        return media.blob(notes, inline.mime_type, inline.data, f"{where}.inlineData")
+    raise media.unserved(f"{where}.fileData", f"the file {file.file_uri!r}" if file is not None else "an empty part")
 
 
 def _unserved(part: _Part, where: str) -> BadRequest:
     return BadRequest(
-        f"{where}: this kind of part is not served; send text, inlineData, fileData or functionResponse", field=where
+        f"{where}: this kind of part is not served; send text, inlineData or functionResponse", field=where
     )
 
 
-def _tools(tools: list[dict[str, msgspec.Raw]], leftovers: dict[str, Any]) -> tuple[list[ToolSpec], msgspec.Raw | None]:
+def _tools(
+    tools: list[dict[str, msgspec.Raw]], leftovers: dict[str, Any], notes: media.Notes
+) -> tuple[list[ToolSpec], msgspec.Raw | None]:
     """Function declarations; the provider's own tools (search, code execution) are dropped and named in ``leftovers``."""
     specs: list[ToolSpec] = []
     dropped: list[str] = []
@@ -308,6 +341,7 @@ def _tools(tools: list[dict[str, msgspec.Raw]], leftovers: dict[str, Any]) -> tu
             specs.append(ToolSpec(name=item.name, description=item.description or "", parameters=msgspec.Raw(schema)))
     if dropped:
         leftovers["dropped_tools"] = dropped
+        notes.drop("provider_tool", len(dropped))
     return specs, function_tools(specs)
 
 

@@ -2,7 +2,8 @@
 
 Messages keep their raw bytes, so what the engine reads is what the client sent, except ``developer`` and ``function``
 roles, which no chat template knows: they go upstream as ``system`` and ``tool``. Source of shapes: the recorded traffic of
-real clients and OpenAI's API reference. Refuses ``n > 1`` (one capture is one sample) and media of unknown kinds.
+real clients and OpenAI's API reference. A file that is text becomes a text part. Refuses ``n > 1`` (one capture is one
+sample) and, by their place, parts that no engine is given (``media``).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from polynya.dialects import media
 from polynya.dialects.base import BadRequest, Fault, WireError
 from polynya.dialects.neutral import (
     ChatMessage,
@@ -49,10 +51,21 @@ class _WireMessage(msgspec.Struct):
     refusal: str | None = None
 
 
+class _ImageUrl(msgspec.Struct):
+    url: str = ""
+
+
+class _File(msgspec.Struct):
+    file_data: str = ""
+    file_id: str = ""
+
+
 class _Part(msgspec.Struct):
     type: str = "text"
     text: str | None = None
     refusal: str | None = None
+    image_url: _ImageUrl | None = None
+    file: _File | None = None
 
 
 class _ToolFunction(msgspec.Struct):
@@ -131,10 +144,11 @@ class OpenAIChat:
         max_tokens = wire.max_completion_tokens if wire.max_completion_tokens is not None else wire.max_tokens
         if max_tokens is not None and max_tokens < 1:
             raise BadRequest(f"max_tokens: {max_tokens} is below 1", field="max_tokens")
+        notes = media.Notes()
         return ChatRequest(
             dialect=self.name,
             model=wire.model,
-            messages=[_parse_message(raw, f"messages[{i}]") for i, raw in enumerate(wire.messages)],
+            messages=[_parse_message(raw, f"messages[{i}]", notes) for i, raw in enumerate(wire.messages)],
             tools=_parse_tools(wire.tools or []),
             tools_raw=msgspec.Raw(encode(wire.tools)) if wire.tools else None,
             tool_choice=_given(wire.tool_choice),
@@ -146,6 +160,7 @@ class OpenAIChat:
             wants_logprobs=bool(wire.logprobs),
             wants_top_logprobs=wire.top_logprobs or 0,
             template_kwargs=_given(wire.chat_template_kwargs),
+            images=notes.images,
             leftovers={key: value for key, value in _object.decode(body).items() if key not in _KNOWN},
         )
 
@@ -219,42 +234,63 @@ def _given(raw: msgspec.Raw) -> msgspec.Raw | None:
     return None if value == b"null" else msgspec.Raw(value)
 
 
-def _parse_message(raw: msgspec.Raw, where: str) -> ChatMessage:
+def _parse_message(raw: msgspec.Raw, where: str, notes: media.Notes) -> ChatMessage:
     wire: _WireMessage = decode_as(_message, raw, where)
     role = _ROLES.get(wire.role)
     if role is None:
         raise BadRequest(
             f"{where}.role: {wire.role!r} is unknown; use one of {', '.join(_ROLES)}", field=f"{where}.role"
         )
-    text, media = _content(wire.content, where)
+    before = len(notes.images)
+    text, parts = _content(wire.content, where, notes)
+    if role != wire.role or parts is not None:
+        raw = _with(raw, {"role": role} | ({"content": parts} if parts is not None else {}))
     return ChatMessage(
         role=role,
         text=text or wire.refusal or "",
         reasoning=wire.reasoning_content or wire.reasoning or "",
         tool_calls=[_tool_call(call) for call in wire.tool_calls or []],
         tool_call_id=wire.tool_call_id or "",
-        media=media,
-        raw=msgspec.Raw(bytes(raw)) if role == wire.role else _with_role(raw, role),
+        media=len(notes.images) - before,
+        raw=msgspec.Raw(bytes(raw)),
     )
 
 
-def _content(content: str | list[msgspec.Raw] | None, where: str) -> tuple[str, int]:
+def _content(
+    content: str | list[msgspec.Raw] | None, where: str, notes: media.Notes
+) -> tuple[str, list[msgspec.Raw] | None]:
+    """The text, and the parts where they cannot go up as they are."""
     if not isinstance(content, list):
-        return content or "", 0
-    texts, media = [], 0
+        return content or "", None
+    texts: list[str] = []
+    parts: list[msgspec.Raw] = []
+    rewritten = False
     for i, raw in enumerate(content):
-        part: _Part = decode_as(_part, raw, f"{where}.content[{i}]")
+        place = f"{where}.content[{i}]"
+        part: _Part = decode_as(_part, raw, place)
         if part.type in _TEXT_PARTS:
             texts.append(part.text or part.refusal or "")
-        elif part.type in _MEDIA_PARTS:
-            media += 1
-        else:
-            known = ", ".join(sorted(_TEXT_PARTS | _MEDIA_PARTS))
-            raise BadRequest(
-                f"{where}.content[{i}].type: {part.type!r} is unknown; use one of {known}",
-                field=f"{where}.content[{i}].type",
-            )
-    return "\n".join(text for text in texts if text), media
+        elif (text := _media_part(part, place, notes)) is not None:
+            texts.append(text)
+            raw, rewritten = msgspec.Raw(encode({"type": "text", "text": text})), True
+        parts.append(raw)
+    return "\n".join(text for text in texts if text), parts if rewritten else None
+
+
+def _media_part(part: _Part, where: str, notes: media.Notes) -> str | None:
+    """The text of a file that is text; None for an image, which goes up as it is."""
+    if part.type not in _MEDIA_PARTS:
+        known = ", ".join(sorted(_TEXT_PARTS | _MEDIA_PARTS))
+        raise BadRequest(f"{where}.type: {part.type!r} is unknown; use one of {known}", field=f"{where}.type")
+    if part.type == "image_url" and part.image_url is not None:
+        media.image(notes, part.image_url.url, where)
+        return None
+    if part.type == "file" and part.file is not None and not part.file.file_id:
+        found = media.data_url(notes, part.file.file_data, where)
+        if found["type"] == "text":
+            return str(found["text"])
+        raise media.unserved(where, "an image as a file")
+    raise media.unserved(where, "a file by id" if part.type == "file" else f"a part of type {part.type!r}")
 
 
 def _tool_call(call: _WireToolCall) -> ToolCall:
@@ -263,9 +299,8 @@ def _tool_call(call: _WireToolCall) -> ToolCall:
     return ToolCall(id=call.id or "", name=call.function.name, arguments=text)
 
 
-def _with_role(raw: msgspec.Raw, role: Role) -> msgspec.Raw:
-    fields: dict[str, Any] = _object.decode(raw)
-    return msgspec.Raw(encode(fields | {"role": role}))
+def _with(raw: msgspec.Raw, fields: dict[str, Any]) -> msgspec.Raw:
+    return msgspec.Raw(encode(_object.decode(raw) | fields))
 
 
 def _parse_tools(tools: list[msgspec.Raw]) -> list[ToolSpec]:

@@ -64,7 +64,7 @@ class GatewayApp:
         if path in ("/healthz", "/health"):
             await exchange.reply(200, b'{"status":"ok"}')
             return
-        if path in ("", "/") and exchange.method in ("HEAD", "GET"):
+        if exchange.method == "HEAD" or (path in ("", "/") and exchange.method == "GET"):
             self.side_requests["probe"] += 1
             await exchange.reply(200, b'{"polynya":"gateway"}')
             return
@@ -101,6 +101,11 @@ class GatewayApp:
             session.flags["bad_requests"] += 1
             await _refuse(exchange, dialect, WireError(fault=Fault.BAD_REQUEST, message=exc.message, field=exc.field))
             return
+        if request.images and not self._calls.takes_images:
+            where = request.images[0]
+            blind = WireError(fault=Fault.BAD_REQUEST, message=f"{where}: the model takes no images", field=where)
+            await _refuse(exchange, dialect, blind)
+            return
         continued = session.with_history(request)
         if isinstance(continued, WireError):
             await _refuse(exchange, dialect, continued)
@@ -127,6 +132,7 @@ class GatewayApp:
         body: bytes,
         path: str,
     ) -> None:
+        _count_dropped(session, request)
         digest = body_digest(path, body)
         is_retry = any(exchange.headers.get(name, "0") not in ("", "0") for name in _RETRY_HEADERS)
         lane = lane_of(exchange.headers, request)
@@ -178,6 +184,16 @@ class GatewayApp:
         await exchange.event(b"".join(events))
         await exchange.end_events(terminal)
         return answer
+
+
+def _count_dropped(session: GatewaySession, request: ChatRequest) -> None:
+    """What the model will not see is in the session's flags; a field that is ignored is logged, once."""
+    for rule, count in request.dropped.items():
+        session.flags[f"dropped_{rule}"] += count
+    if not request.leftovers.keys() <= session.ignored_fields:
+        names = sorted(request.leftovers.keys() - session.ignored_fields)
+        session.ignored_fields.update(names)
+        _log.info("session %s: fields without a use here: %s", session.session_id, ", ".join(names))
 
 
 def _outcome(run: CallRun, session: GatewaySession) -> Answer | WireError:

@@ -52,6 +52,8 @@ class GatewaySession:
         self.replies: OrderedDict[bytes, Answer] = OrderedDict()
         self._responses: dict[str, list[ChatMessage]] = {}
         self.flags: Counter[str] = Counter()
+        self.ignored_fields: set[str] = set()
+        """Fields of its requests that polynya has no use for, each logged once."""
         self.calls_begun = 0
         self.refused_after_budget = 0
         self.capture_error = ""
