@@ -72,6 +72,7 @@ class GatewayApp:
         dialect = DIALECTS.get(found.dialect if found else "openai_chat", DIALECTS["openai_chat"])
         session = self._keyring.find(key)
         if isinstance(session, Fault):
+            self.side_requests["ended_key" if session == Fault.GONE else "unknown_key"] += 1
             await _refuse(exchange, dialect, _key_error(session))
         elif found is None:
             served = "/v1/chat/completions, /v1/responses, /v1/messages, /v1beta/models/MODEL:generateContent"
