@@ -34,32 +34,52 @@ class Said(msgspec.Struct):
 
 
 def whole(dialect: str, body: bytes) -> Said:
-    match dialect:
-        case "openai_chat":
-            return _chat(_strict(ChatCompletion, body))
-        case "openai_responses":
-            return _response(_strict(Response, body))
-        case "anthropic_messages":
-            return _message(_strict(Message, body))
-        case _:
-            return _google([_strict(GenerateContentResponse, body)])
+    kinds: dict[str, type[pydantic.BaseModel]] = {
+        "openai_chat": ChatCompletion,
+        "openai_responses": Response,
+        "anthropic_messages": Message,
+        "google_generate": GenerateContentResponse,
+    }
+    return of_whole(dialect, _strict(kinds[dialect], body))
 
 
 def streamed(dialect: str, body: bytes) -> Said:
     payloads = [
         line.removeprefix("data: ") for line in body.decode().replace("\r\n", "\n").split("\n") if line[:5] == "data:"
     ]
+    if dialect == "openai_chat":
+        assert payloads.pop() == "[DONE]"
+        return of_events(dialect, [_strict(ChatCompletionChunk, payload) for payload in payloads])
+    if dialect == "google_generate":
+        return of_events(dialect, [_strict(GenerateContentResponse, payload) for payload in payloads])
+    adapter = _responses_event if dialect == "openai_responses" else _anthropic_event
+    events = [payload for payload in payloads if json.loads(payload)["type"] != "ping"]
+    return of_events(dialect, [_known(adapter.validate_json(payload, strict=True)) for payload in events])
+
+
+def of_whole(dialect: str, reply: Any) -> Said:
+    """The same of what an SDK gave back."""
     match dialect:
         case "openai_chat":
-            assert payloads.pop() == "[DONE]"
-            return _chunks([_strict(ChatCompletionChunk, payload) for payload in payloads])
+            return _chat(reply)
         case "openai_responses":
-            return _response_events([_known(_responses_event.validate_json(p, strict=True)) for p in payloads])
+            return _response(reply)
         case "anthropic_messages":
-            events = [p for p in payloads if json.loads(p)["type"] != "ping"]
-            return _message_events([_known(_anthropic_event.validate_json(p, strict=True)) for p in events])
+            return _message(reply)
         case _:
-            return _google([_strict(GenerateContentResponse, payload) for payload in payloads])
+            return _google([reply])
+
+
+def of_events(dialect: str, events: list[Any]) -> Said:
+    match dialect:
+        case "openai_chat":
+            return _chunks(events)
+        case "openai_responses":
+            return _response_events(events)
+        case "anthropic_messages":
+            return _message_events(events)
+        case _:
+            return _google(events)
 
 
 def _strict(kind: type[pydantic.BaseModel], raw: str | bytes) -> Any:

@@ -76,6 +76,15 @@ class _ToolChoice(msgspec.Struct):
     disable_parallel_tool_use: bool | None = None
 
 
+class _Format(msgspec.Struct):
+    type: str = ""
+    schema: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+class _OutputConfig(msgspec.Struct):
+    format: _Format | None = None
+
+
 class _Request(msgspec.Struct):
     model: str
     messages: list[_Message]
@@ -88,9 +97,11 @@ class _Request(msgspec.Struct):
     top_p: float | None = None
     top_k: int | None = None
     stream: bool | None = None
+    output_config: _OutputConfig | None = None
 
 
-_KNOWN = {field.name for field in msgspec.structs.fields(_Request)}
+_KNOWN = {field.name for field in msgspec.structs.fields(_Request)} - {"output_config"}
+"""(Of the output configuration the format only has a use here.)"""
 _request = msgspec.json.Decoder(_Request)
 _block = msgspec.json.Decoder(_Block)
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -128,6 +139,7 @@ class AnthropicMessages:
             tools=specs,
             tools_raw=function_tools(specs),
             tool_choice=_choice(choice),
+            response_format=_response_format(wire.output_config),
             parallel_tool_calls=False if choice and choice.disable_parallel_tool_use else None,
             sampling=bounded(
                 SamplingParams(
@@ -336,6 +348,17 @@ def _choice(choice: _ToolChoice | None) -> msgspec.Raw | None:
             f"tool_choice.type: {choice.type!r} is unknown; use auto, any, tool or none", field="tool_choice.type"
         )
     return msgspec.Raw(encode(named))
+
+
+def _response_format(config: _OutputConfig | None) -> msgspec.Raw | None:
+    wanted = config.format if config is not None else None
+    if wanted is None:
+        return None
+    if wanted.type != "json_schema":
+        field = "output_config.format.type"
+        raise BadRequest(f"{field}: {wanted.type!r} is unknown; use json_schema", field=field)
+    schema = {"name": "response", "schema": msgspec.Raw(bytes(wanted.schema))}
+    return msgspec.Raw(encode({"type": "json_schema", "json_schema": schema}))
 
 
 def _copied(raw: msgspec.Raw) -> msgspec.Raw:

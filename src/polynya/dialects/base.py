@@ -107,6 +107,13 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     """``generate``, ``models`` or ``count_tokens``."""
 
 
+def likely_dialect(path: str, headers: Mapping[str, str]) -> str:
+    """In whose words a path that is not served is refused: those of the SDK that sends such headers."""
+    if "anthropic-version" in headers:
+        return "anthropic_messages"
+    return "google_generate" if "/v1beta/" in path or "x-goog-api-key" in headers else "openai_chat"
+
+
 def route(method: str, path: str, headers: Mapping[str, str]) -> Route | None:
     """The dialect and action that a request asks for; None: no model endpoint.
 
@@ -126,6 +133,8 @@ def route(method: str, path: str, headers: Mapping[str, str]) -> Route | None:
         return Route(dialect="openai_chat", action="generate")
     if path.endswith(("/responses", "/responses/compact")):
         return Route(dialect="openai_responses", action="generate")
+    if path.endswith("/responses/input_tokens"):
+        return Route(dialect="openai_responses", action="count_tokens")
     if path.endswith("/messages/count_tokens"):
         return Route(dialect="anthropic_messages", action="count_tokens")
     if path.endswith("/messages"):

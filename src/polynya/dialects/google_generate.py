@@ -116,11 +116,39 @@ _request = msgspec.json.Decoder(_Request)
 _declarations = msgspec.json.Decoder(list[_Declaration])
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _any = msgspec.json.Decoder()
-_SNAKE = {
-    "system_instruction": "systemInstruction",
-    "tool_config": "toolConfig",
-    "generation_config": "generationConfig",
+_CAMEL: dict[str, str] = {
+    "generate_content_request": "generateContentRequest",
+    "function_declarations": "functionDeclarations",
 }
+_CAMEL |= {
+    field.name: field.encode_name
+    for kind in (
+        _Blob,
+        _Part,
+        _Response,
+        _ResponsePart,
+        _Declaration,
+        _FunctionConfig,
+        _ToolConfig,
+        _Generation,
+        _Request,
+    )
+    for field in msgspec.structs.fields(kind)
+    if field.name != field.encode_name
+}
+_SNAKE = re.compile(rb'"(?:%b)"\s*:' % "|".join(_CAMEL).encode())
+"""A key as the provider's own SDK writes some (``mime_type``). A text cannot match: its quotes are escaped."""
+_CLIENTS_OWN = {"args", "response", "parameters", "parametersJsonSchema", "responseSchema", "responseJsonSchema"}
+
+
+def _camel(value: Any) -> Any:
+    """The protocol's keys in one spelling, as the provider takes both; what belongs to the client's tools stays as it is."""
+    if isinstance(value, list):
+        return [_camel(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    named = {_CAMEL.get(key, key): item for key, item in value.items()}
+    return {key: item if key in _CLIENTS_OWN else _camel(item) for key, item in named.items()}
 
 
 class GoogleGenerate:
@@ -131,13 +159,12 @@ class GoogleGenerate:
         if found is None:
             raise BadRequest(f"path: {path!r} names no model and method", field="path")
         body = readable(body)
+        if _SNAKE.search(body):
+            body = encode(_camel(decode_as(_any, body, "")))
         fields: dict[str, msgspec.Raw] = decode_as(_object, body, "")
         if found["method"] == "countTokens" and "generateContentRequest" in fields:
             body = bytes(fields["generateContentRequest"])
             fields = decode_as(_object, body, "generateContentRequest")
-        if fields.keys() & _SNAKE.keys():
-            fields = {_SNAKE.get(key, key): value for key, value in fields.items()}
-            body = encode(fields)
         wire: _Request = decode_as(_request, body, "")
         if not wire.contents:
             raise BadRequest("contents: [] is empty; send at least one content", field="contents")
@@ -330,8 +357,8 @@ def _tools(
     specs: list[ToolSpec] = []
     dropped: list[str] = []
     for i, tool in enumerate(tools):
-        declared = tool.get("functionDeclarations") or tool.get("function_declarations")
-        dropped += [key for key in tool if key not in ("functionDeclarations", "function_declarations")]
+        declared = tool.get("functionDeclarations")
+        dropped += [key for key in tool if key != "functionDeclarations"]
         for item in (
             decode_as(_declarations, declared, f"tools[{i}].functionDeclarations") if declared is not None else []
         ):

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import msgspec
 
 from polynya.config import GatewaySettings
-from polynya.dialects.base import BadRequest, Dialect, Fault, Route, WireError, route
+from polynya.dialects.base import BadRequest, Dialect, Fault, Route, WireError, likely_dialect, route
 from polynya.dialects.neutral import ChatRequest, ReplyHead
 from polynya.dialects.registry import DIALECTS
 from polynya.gateway.calls import Answer, CallFailed, CallRun, Calls, body_digest
@@ -69,7 +69,7 @@ class GatewayApp:
             await exchange.reply(200, b'{"polynya":"gateway"}')
             return
         found = route(exchange.method, path, exchange.headers)
-        dialect = DIALECTS.get(found.dialect if found else "openai_chat", DIALECTS["openai_chat"])
+        dialect = DIALECTS[found.dialect if found else likely_dialect(path, exchange.headers)]
         session = self._keyring.find(key)
         if isinstance(session, Fault):
             self.side_requests["ended_key" if session == Fault.GONE else "unknown_key"] += 1
