@@ -143,6 +143,10 @@ def _response(reply: Response) -> Said:
                 said.calls.append((item.call_id, "__".join(filter(None, (item.namespace, item.name))), item.arguments))
             case "custom_tool_call":
                 said.calls.append((item.call_id, item.name, item.input))
+            case "local_shell_call":
+                said.calls.append((item.call_id, "local_shell", json.dumps(item.action.command)))
+            case "compaction":
+                said.text += item.encrypted_content
             case other:
                 raise AssertionError(other)
     return said
@@ -170,7 +174,8 @@ def _response_events(events: list[Any]) -> Said:
             "function_call": lambda item: item.arguments,
             "custom_tool_call": lambda item: item.input,
         }
-        assert deltas.get(item.id, "") == texts[item.type](item)
+        if item.type in texts:
+            assert deltas.get(item.id, "") == texts[item.type](item)
     return said
 
 
