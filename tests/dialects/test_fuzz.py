@@ -1,6 +1,7 @@
 """Mutated requests: whatever comes in, a dialect understands it or refuses it in words, and its answer can be rendered.
 
-``POLYNYA_FUZZ=10000`` runs that many mutations of each dialect instead of the few that every test run does.
+``POLYNYA_FUZZ=10000`` runs that many mutations of each dialect instead of the few that every test run does, ``POLYNYA_FUZZ_SEED``
+other ones.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ..gateway import sdk_shapes
 from .conftest import HEAD, recorded
 
 DEFAULT_ROUNDS = 200
+SEED = os.environ.get("POLYNYA_FUZZ_SEED", "7")
 ROUNDS = int(os.environ.get("POLYNYA_FUZZ", str(DEFAULT_ROUNDS)))
 SEEDS: dict[str, list[tuple[str, Any]]] = {
     "openai_chat": [(row["path"], row["body"]) for row in recorded("/chat/completions")],
@@ -186,7 +188,7 @@ def assert_answered(request: ChatRequest, reply: ChatReply) -> None:
 @pytest.mark.parametrize("how", ["any place", "structure"])
 @pytest.mark.parametrize("name", sorted(SEEDS))
 def test_mutated_requests_are_understood_or_refused_in_words(name: str, how: str) -> None:
-    dialect, dice = DIALECTS[name], random.Random(f"{name}-{how}-7")
+    dialect, dice = DIALECTS[name], random.Random(f"{name}-{how}-{SEED}")
     outcomes = {"understood": 0, "refused": 0}
     for _ in range(ROUNDS):
         path, body = dice.choice(SEEDS[name])

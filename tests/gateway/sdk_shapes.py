@@ -16,8 +16,13 @@ from google.genai.types import GenerateContentResponse
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 
-EXTRA = {"reasoning_content"}
-"""Fields that every compatible server sends and the SDK's type does not name."""
+EXTRA = {
+    ("ChatCompletionMessage", "reasoning_content"),
+    ("ChoiceDelta", "reasoning_content"),
+    ("ResponseCustomToolCall", "status"),
+}
+"""Fields that are sent and that the SDK's type does not name: the first two are what every compatible server sends, the third
+is in the provider's own replies."""
 _anthropic_event: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(RawMessageStreamEvent)
 _responses_event: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(ResponseStreamEvent)
 
@@ -89,7 +94,8 @@ def _strict(kind: type[pydantic.BaseModel], raw: str | bytes) -> Any:
 def _known(value: Any) -> Any:
     """The value, after a look that no model in it has a field of unknown name."""
     if isinstance(value, pydantic.BaseModel):
-        assert set(value.model_extra or {}) <= EXTRA, (type(value).__name__, value.model_extra)
+        extra = {(type(value).__name__, name) for name in value.model_extra or {}}
+        assert extra <= EXTRA, extra - EXTRA
         for name in type(value).model_fields:
             _known(getattr(value, name))
     elif isinstance(value, list):
