@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import http.client
 import json
 import socket
@@ -220,6 +221,16 @@ async def test_of_equal_keys_the_last_counts_for_the_model_and_the_record(make_r
     (call,) = agent.session.capture.calls
     shown = b"".join(call.messages)
     assert b"second" in shown and b"first" not in shown
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_compressed_body_is_refused_by_the_header_that_says_so(make_rig: MakeRig, path: str) -> None:
+    rig = await make_rig()
+    agent = await rig.open()
+    url, sent = rig.gateway.base_url(agent.key) + path, gzip.compress(json.dumps(body(path, "hi")).encode())
+    async with rig.client.post(url, data=sent, headers={"content-encoding": "gzip"}) as response:
+        assert response.status == 400
+        assert "content-encoding: 'gzip'" in read_error(path, await response.json())
 
 
 async def test_body_that_breaks_off_is_no_call(make_rig: MakeRig) -> None:

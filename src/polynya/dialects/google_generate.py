@@ -310,15 +310,13 @@ class _Conversation:
         value = response.response
         only = value.get("output") if isinstance(value, dict) and set(value) == {"output"} else None
         text = only if isinstance(only, str) else encode(value).decode()
+        call_id = matched.id if matched else response.id or response.name
+        if not response.parts:
+            return chat_message("tool", text=text, tool_call_id=call_id)
         parts: list[dict[str, Any]] = [{"type": "text", "text": text}]
         for i, part in enumerate(response.parts):
             parts.append(_blob_part(part.inline_data, part.file_data, f"{where}.parts[{i}]", self._notes))
-        return chat_message(
-            "tool",
-            text=text,
-            parts=parts if response.parts else None,
-            tool_call_id=matched.id if matched else response.id or response.name,
-        )
+        return chat_message("tool", text=text, parts=parts, tool_call_id=call_id)
 
 
 def _system(content: _Content | str | None) -> list[ChatMessage]:

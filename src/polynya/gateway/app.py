@@ -90,6 +90,9 @@ class GatewayApp:
         """Read and parse the body, then count or generate."""
         try:
             body = await exchange.body(self._settings.max_body_bytes)
+            if (encoding := exchange.headers.get("content-encoding", "identity")) != "identity":
+                field = "content-encoding"
+                raise BadRequest(f"{field}: {encoding!r} is not served; send the body as it is", field=field)
             if len(body) > _OFF_LOOP_BYTES:
                 request = await asyncio.to_thread(dialect.parse, body, path)
             else:
