@@ -233,6 +233,9 @@ def _google(replies: list[GenerateContentResponse]) -> Said:
     said = Said()
     for reply in replies:
         usage = reply.usage_metadata
+        if usage is None and reply.text == "":
+            # a no-op event: nothing but an empty text
+            continue
         assert usage is not None
         prompt, sampled = usage.prompt_token_count, usage.candidates_token_count
         assert isinstance(prompt, int) and isinstance(sampled, int) and usage.total_token_count == prompt + sampled

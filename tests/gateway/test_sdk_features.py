@@ -12,6 +12,7 @@ import pydantic
 import pytest
 from google.genai import types
 
+from polynya.dialects.registry import DIALECTS
 from polynya.engines.base import EngineReply, EngineRequest
 from polynya.engines.scripted import Script, ScriptedCall, ScriptedEngine, Step
 from polynya.schema import Exclusion
@@ -75,6 +76,94 @@ async def test_reply_is_what_the_model_said(
     calls = {"openai_chat": "tool_calls", "anthropic_messages": "tool_use"}
     plain = stop.get(dialect, "stop")
     assert said.finish == (calls.get(dialect, plain) if step.tool_calls else plain)
+
+
+@surfaces
+@kinds
+async def test_stream_that_waited_is_read_like_any_other(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, dialect: str, kind: Any
+) -> None:
+    """No-op events before the reply: the SDKs' types hold, and the numbers of Responses' events go on."""
+    step = Step(text=TEXT, reasoning=REASONING, tool_calls=TWO, hold=True)
+    rig = await make_rig(Script(steps=[step]), keepalive_seconds=0.01, first_event_grace=0.0)
+    agent = await rig.open()
+    alive = count_keepalives(monkeypatch)
+    async with clients(kind, rig.gateway.base_url(agent.key)) as sdk:
+        fields = asking(dialect, [words(dialect, "go")], tools=["bash", "read"])
+        asked = asyncio.create_task(sdk.ask(dialect, fields, stream=True))
+        await rig.until(lambda: alive() >= 4)
+        rig.engine.desk.release()
+        said = await asked
+    assert (said.text, said.reasoning, len(said.calls)) == (step.text, step.reasoning, 2)
+
+
+@pytest.mark.parametrize("dialect", ["openai_chat", "openai_responses", "anthropic_messages"])
+async def test_stream_that_waited_is_gathered_by_the_sdks_own_helper(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, dialect: str
+) -> None:
+    """The helpers are stricter than the raw streams: OpenAI's wants ``response.created`` before anything else."""
+    rig = await make_rig(Script(steps=[Step(text=TEXT, hold=True)]), keepalive_seconds=0.01, first_event_grace=0.0)
+    agent = await rig.open()
+    alive = count_keepalives(monkeypatch)
+
+    async def ask(sdk: Any) -> Any:
+        opened = {
+            "openai_chat": sdk.openai.chat.completions.stream,
+            "openai_responses": sdk.openai.responses.stream,
+            "anthropic_messages": sdk.anthropic.messages.stream,
+        }[dialect]
+        async with opened(**asking(dialect, [words(dialect, "go")])) as stream:
+            match dialect:
+                case "openai_chat":
+                    return (await stream.get_final_completion()).choices[0].message.content
+                case "openai_responses":
+                    return (await stream.get_final_response()).output_text
+            return await stream.get_final_text()
+
+    async with clients(Async, rig.gateway.base_url(agent.key)) as sdk:
+        asked = asyncio.create_task(ask(sdk))
+        await rig.until(lambda: alive() >= 4)
+        rig.engine.desk.release()
+        assert await asked == TEXT
+
+
+async def test_response_that_waited_can_be_named_as_the_previous_one(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = await make_rig(
+        engine=Keeping(Script(steps=[Step(text="one", hold=True)])), keepalive_seconds=0.01, first_event_grace=0.0
+    )
+    agent = await rig.open()
+    alive = count_keepalives(monkeypatch)
+
+    async def ask(sdk: Any) -> list[Any]:
+        return [event async for event in await sdk.openai.responses.create(model="m", input="go", stream=True)]
+
+    async with clients(Async, rig.gateway.base_url(agent.key)) as made:
+        sdk: Any = made
+        asked = asyncio.create_task(ask(sdk))
+        await rig.until(lambda: alive() >= 2)
+        rig.engine.desk.release()
+        events = await asked
+        ids = {event.response.id for event in events if hasattr(event, "response")}
+        assert len(ids) == 1
+        await sdk.openai.responses.create(model="m", input="more", previous_response_id=ids.pop())
+    said = [json.loads(bytes(message.raw))["content"] for message in rig.engine.asked[-1].chat.messages]
+    assert said == ["go", "one", "more"]
+
+
+def count_keepalives(patch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """How many no-op events the gateway sent so far."""
+    sent: list[int] = []
+    for name, dialect in list(DIALECTS.items()):
+
+        class Counted(type(dialect)):  # type: ignore[misc]
+            def keepalive(self, head: Any, number: int = 1) -> bytes:
+                sent.append(number)
+                return bytes(super().keepalive(head, number))
+
+        patch.setitem(DIALECTS, name, Counted())
+    return lambda: len(sent)
 
 
 @surfaces

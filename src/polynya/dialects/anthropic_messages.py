@@ -166,10 +166,10 @@ class AnthropicMessages:
         usage = _usage(reply) | {"output_tokens": reply.usage.completion_tokens}
         return encode(_envelope(head) | {"content": content, "stop_reason": _stop_reason(reply), "usage": usage})
 
-    def keepalive(self, head: ReplyHead) -> bytes:
+    def keepalive(self, head: ReplyHead, number: int = 1) -> bytes:
         return event("ping", {"type": "ping"})
 
-    def stream(self, request: ChatRequest, reply: ChatReply, head: ReplyHead) -> Iterator[bytes]:
+    def stream(self, request: ChatRequest, reply: ChatReply, head: ReplyHead, waited: int = 0) -> Iterator[bytes]:
         started = _envelope(head) | {"content": [], "stop_reason": None, "usage": _usage(reply) | {"output_tokens": 1}}
         yield event("message_start", {"type": "message_start", "message": started})
         for index, block in enumerate(_reply_blocks(reply)):

@@ -76,12 +76,15 @@ class Dialect(Protocol):
 
     def render(self, request: ChatRequest, reply: ChatReply, head: ReplyHead) -> bytes: ...
 
-    def keepalive(self, head: ReplyHead) -> bytes:
-        """A no-op event of the dialect's own shape (a comment breaks some clients and does not reset others' timers)."""
+    def keepalive(self, head: ReplyHead, number: int = 1) -> bytes:
+        """A no-op event of the dialect's own shape (a comment breaks some clients and does not reset others' timers).
+
+        ``number`` counts those of one stream from 0: some SDKs want their opening event before any other.
+        """
         ...
 
-    def stream(self, request: ChatRequest, reply: ChatReply, head: ReplyHead) -> Iterator[bytes]:
-        """The events of a whole reply, in order; the last item is the terminal one."""
+    def stream(self, request: ChatRequest, reply: ChatReply, head: ReplyHead, waited: int = 0) -> Iterator[bytes]:
+        """The events of a whole reply, in order; the last item is the terminal one. ``waited``: no-op events before it."""
         ...
 
     def error(self, error: WireError) -> bytes: ...

@@ -214,10 +214,10 @@ class GoogleGenerate:
     def render(self, request: ChatRequest, reply: ChatReply, head: ReplyHead) -> bytes:
         return encode(_response(head, _parts(reply), reply, _finish(reply)))
 
-    def keepalive(self, head: ReplyHead) -> bytes:
+    def keepalive(self, head: ReplyHead, number: int = 1) -> bytes:
         return _data({"candidates": [{"content": {"role": "model", "parts": [{"text": ""}]}, "index": 0}]})
 
-    def stream(self, request: ChatRequest, reply: ChatReply, head: ReplyHead) -> Iterator[bytes]:
+    def stream(self, request: ChatRequest, reply: ChatReply, head: ReplyHead, waited: int = 0) -> Iterator[bytes]:
         *earlier, last = _stream_parts(reply) or [{"text": ""}]
         for part in earlier:
             yield _data(_response(head, [part], reply, None))

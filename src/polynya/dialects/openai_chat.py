@@ -173,10 +173,10 @@ class OpenAIChat:
         }
         return encode(_envelope(head, "chat.completion") | {"choices": [choice], "usage": _usage(reply.usage)})
 
-    def keepalive(self, head: ReplyHead) -> bytes:
+    def keepalive(self, head: ReplyHead, number: int = 1) -> bytes:
         return self._chunk(head, {})
 
-    def stream(self, request: ChatRequest, reply: ChatReply, head: ReplyHead) -> Iterator[bytes]:
+    def stream(self, request: ChatRequest, reply: ChatReply, head: ReplyHead, waited: int = 0) -> Iterator[bytes]:
         yield self._chunk(head, {"role": "assistant", "content": ""})
         for piece in pieces(reply.reasoning):
             yield self._chunk(head, {"reasoning_content": piece})

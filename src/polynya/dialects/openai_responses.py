@@ -142,11 +142,11 @@ class OpenAIResponses:
     def render(self, request: ChatRequest, reply: ChatReply, head: ReplyHead) -> bytes:
         return responses_reply.render(request, reply, head)
 
-    def keepalive(self, head: ReplyHead) -> bytes:
-        return responses_reply.in_progress(head)
+    def keepalive(self, head: ReplyHead, number: int = 1) -> bytes:
+        return responses_reply.waiting(head, number)
 
-    def stream(self, request: ChatRequest, reply: ChatReply, head: ReplyHead) -> Iterator[bytes]:
-        return responses_reply.stream(request, reply, head)
+    def stream(self, request: ChatRequest, reply: ChatReply, head: ReplyHead, waited: int = 0) -> Iterator[bytes]:
+        return responses_reply.stream(request, reply, head, waited)
 
     def error(self, error: WireError) -> bytes:
         return responses_reply.error(error)

@@ -19,18 +19,21 @@ def render(request: ChatRequest, reply: ChatReply, head: ReplyHead) -> bytes:
     return encode(_response(head, reply, _items(request, reply, head)))
 
 
-def in_progress(head: ReplyHead) -> bytes:
-    """The no-op event of a stream that waits."""
-    return event("response.in_progress", {"type": "response.in_progress", "response": _response(head, None, [])})
+def waiting(head: ReplyHead, number: int) -> bytes:
+    """The no-op event of a stream that waits: it was created, then it is in progress."""
+    kind = "response.in_progress" if number else "response.created"
+    return event(kind, {"type": kind, "sequence_number": number, "response": _response(head, None, [])})
 
 
-def stream(request: ChatRequest, reply: ChatReply, head: ReplyHead) -> Iterator[bytes]:
-    numbers = itertools.count()
+def stream(request: ChatRequest, reply: ChatReply, head: ReplyHead, waited: int) -> Iterator[bytes]:
+    """``waited``: events that were sent already; the numbers go on, and the response is not created twice."""
+    numbers = itertools.count(waited)
 
     def send(kind: str, **fields: Any) -> bytes:
         return event(kind, {"type": kind, "sequence_number": next(numbers), **fields})
 
-    yield send("response.created", response=_response(head, None, []))
+    if not waited:
+        yield send("response.created", response=_response(head, None, []))
     yield send("response.in_progress", response=_response(head, None, []))
     items = _items(request, reply, head)
     for index, item in enumerate(items):

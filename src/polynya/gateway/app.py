@@ -174,17 +174,26 @@ class GatewayApp:
             await _refuse(exchange, dialect, early)
             return None
         await exchange.begin_events()
-        waiting = ReplyHead(reply_id="chatcmpl-waiting", created=int(self._clock()), model=request.model)
+        session.streams += 1
+        stream_id = f"chatcmpl-{session.session_id}.s{session.streams}"
+        waiting = ReplyHead(reply_id=stream_id, created=int(self._clock()), model=request.model)
+        waited = 0
         while not run.task.done() and not gone.done():
             if not await _first(run, gone, self._settings.keepalive_seconds) and not gone.done():
-                await exchange.event(dialect.keepalive(waiting))
+                await exchange.event(dialect.keepalive(waiting, waited))
+                waited += 1
         if gone.done():
             return None
         answer = _outcome(run, session)
         if isinstance(answer, WireError):
             await exchange.end_events(dialect.stream_error(answer))
             return None
-        *events, terminal = dialect.stream(request, answer.reply, answer.head)
+        head = answer.head
+        if waited:
+            # an SDK that was told of a response wants the same one to be completed
+            head = waiting
+            session.also_respond_as(head, answer)
+        *events, terminal = dialect.stream(request, answer.reply, head, waited)
         await exchange.event(b"".join(events))
         await exchange.end_events(terminal)
         return answer

@@ -18,7 +18,7 @@ import msgspec
 from polynya.capture.calls import StoredCall
 from polynya.capture.store import SessionCapture
 from polynya.dialects.base import Fault, WireError
-from polynya.dialects.neutral import ChatMessage, ChatRequest
+from polynya.dialects.neutral import ChatMessage, ChatRequest, ReplyHead
 from polynya.dialects.wire import chat_message
 from polynya.schema import Budgets, SamplingSpec
 
@@ -54,6 +54,8 @@ class GatewaySession:
         self.flags: Counter[str] = Counter()
         self.ignored_fields: set[str] = set()
         """Fields of its requests that polynya has no use for, each logged once."""
+        self.streams = 0
+        """Streams begun, for the ids of those that wait."""
         self.calls_begun = 0
         self.refused_after_budget = 0
         self.capture_error = ""
@@ -107,6 +109,12 @@ class GatewaySession:
             said = chat_message("assistant", text=reply.text, reasoning=reply.reasoning, tool_calls=reply.tool_calls)
             begin = 1 if request.messages and request.messages[0].role == "system" else 0
             self._responses[f"resp_{answer.head.reply_id}"] = [*request.messages[begin:], said]
+
+    def also_respond_as(self, head: ReplyHead, answer: Answer) -> None:
+        """The answer went out under another id; it is known by both."""
+        history = self._responses.get(f"resp_{answer.head.reply_id}")
+        if history is not None:
+            self._responses[f"resp_{head.reply_id}"] = history
 
     def keep_reply(self, digest: bytes, answer: Answer) -> None:
         self.replies[digest] = answer
