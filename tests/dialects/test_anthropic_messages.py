@@ -193,7 +193,7 @@ def test_errors_have_the_providers_shape_and_overflow_its_words() -> None:
         "type": "error",
         "error": {"type": "invalid_request_error", "message": "prompt is too long: 9 > 8"},
     }
-    (event,) = sse([DIALECT.stream_error(WireError(fault=Fault.UNAVAILABLE, message="down"))])
+    (event,) = sse([DIALECT.stream_error(WireError(fault=Fault.UNAVAILABLE, message="down"), HEAD)])
     assert event["error"]["type"] == "overloaded_error"
 
 

@@ -224,7 +224,7 @@ def test_error_has_the_shape_of_the_provider(fault: Fault) -> None:
     shown = json.loads(DIALECT.error(error))["error"]
     assert (shown["message"], shown["param"]) == ("why", "messages")
     assert shown["type"] and 400 <= error.status < 600
-    assert json.loads(DIALECT.stream_error(error).removeprefix(b"data: "))["error"] == shown
+    assert json.loads(DIALECT.stream_error(error, HEAD).removeprefix(b"data: "))["error"] == shown
 
 
 def test_keepalive_changes_nothing_at_the_client() -> None:

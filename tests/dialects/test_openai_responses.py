@@ -200,7 +200,8 @@ def test_overflow_and_unknown_previous_response_have_the_providers_codes() -> No
     assert overflow["error"]["code"] == "context_length_exceeded"
     unknown = json.loads(DIALECT.error(WireError(fault=Fault.NOT_FOUND, message="?", field="previous_response_id")))
     assert unknown["error"]["code"] == "previous_response_not_found"
-    (event,) = sse([DIALECT.stream_error(WireError(fault=Fault.UNAVAILABLE, message="down"))])
+    created, event = sse([DIALECT.stream_error(WireError(fault=Fault.UNAVAILABLE, message="down"), HEAD)])
+    assert (created["type"], created["response"]["id"]) == ("response.created", event["response"]["id"])
     assert event["response"]["error"]["code"] == "server_error"
 
 

@@ -195,6 +195,23 @@ async def test_failure_after_the_headers_is_raised_by_the_sdk(make_rig: MakeRig,
     assert "no answer in 0.05 s" in str(error)
 
 
+async def test_failure_while_openais_helper_waits_is_a_failed_response_of_the_same_id(make_rig: MakeRig) -> None:
+    rig = await make_rig(
+        Script(steps=[Step(text="never", hold=True)]),
+        first_event_grace=0.0,
+        keepalive_seconds=0.01,
+        engine_timeout_seconds=0.2,
+    )
+    agent = await rig.open()
+    async with clients(Async, rig.gateway.base_url(agent.key)) as made:
+        sdk: Any = made
+        async with sdk.openai.responses.stream(model="m", input="go") as stream:
+            events = [event async for event in stream]
+    assert [events[0].type, events[-1].type] == ["response.created", "response.failed"]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert len({event.response.id for event in events}) == 1
+
+
 @surfaces
 async def test_sdk_that_retries_gets_its_answer_after_a_failure(make_rig: MakeRig, dialect: str) -> None:
     """With the SDKs' own retries: the first try fails, the second is a call of its own, and the outage is made good."""

@@ -182,7 +182,7 @@ class AnthropicMessages:
     def error(self, error: WireError) -> bytes:
         return encode(_error(error))
 
-    def stream_error(self, error: WireError) -> bytes:
+    def stream_error(self, error: WireError, head: ReplyHead, waited: int = 0) -> bytes:
         return event("error", _error(error))
 
     def models(self, names: list[str], created: int) -> bytes:

@@ -89,8 +89,8 @@ class Dialect(Protocol):
 
     def error(self, error: WireError) -> bytes: ...
 
-    def stream_error(self, error: WireError) -> bytes:
-        """The same, as an event of a stream that began already."""
+    def stream_error(self, error: WireError, head: ReplyHead, waited: int = 0) -> bytes:
+        """The same, as an event of a stream that began already; ``head`` and ``waited`` as in ``stream``."""
         ...
 
     def token_count(self, count: int) -> bytes:

@@ -226,7 +226,7 @@ class GoogleGenerate:
     def error(self, error: WireError) -> bytes:
         return encode(_error(error))
 
-    def stream_error(self, error: WireError) -> bytes:
+    def stream_error(self, error: WireError, head: ReplyHead, waited: int = 0) -> bytes:
         return _data(_error(error))
 
     def models(self, names: list[str], created: int) -> bytes:

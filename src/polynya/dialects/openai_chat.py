@@ -200,7 +200,7 @@ class OpenAIChat:
     def error(self, error: WireError) -> bytes:
         return encode({"error": _error_object(error)})
 
-    def stream_error(self, error: WireError) -> bytes:
+    def stream_error(self, error: WireError, head: ReplyHead, waited: int = 0) -> bytes:
         return _event({"error": _error_object(error)})
 
     def token_count(self, count: int) -> bytes:

@@ -151,8 +151,8 @@ class OpenAIResponses:
     def error(self, error: WireError) -> bytes:
         return responses_reply.error(error)
 
-    def stream_error(self, error: WireError) -> bytes:
-        return responses_reply.stream_error(error)
+    def stream_error(self, error: WireError, head: ReplyHead, waited: int = 0) -> bytes:
+        return responses_reply.stream_error(error, head, waited)
 
     def token_count(self, count: int) -> bytes:
         return encode({"object": "response.input_tokens", "input_tokens": count})

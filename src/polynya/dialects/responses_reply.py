@@ -46,12 +46,12 @@ def error(error: WireError) -> bytes:
     return encode({"error": _error_object(error)})
 
 
-def stream_error(error: WireError) -> bytes:
-    failed = {
-        "id": "resp_failed", "object": "response", "status": "failed", "output": [],
-        "error": {"code": _code(error) or "server_error", "message": error.message},
-    }  # fmt: skip
-    return event("response.failed", {"type": "response.failed", "sequence_number": 0, "response": failed})
+def stream_error(error: WireError, head: ReplyHead, waited: int) -> bytes:
+    why = {"code": _code(error) or "server_error", "message": error.message}
+    failed = _response(head, None, []) | {"status": "failed", "error": why}
+    opening = b"" if waited else waiting(head, 0)
+    sent = {"type": "response.failed", "sequence_number": max(waited, 1), "response": failed}
+    return opening + event("response.failed", sent)
 
 
 def _item_events(send: Any, index: int, item: dict[str, Any]) -> Iterator[bytes]:

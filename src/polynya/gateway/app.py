@@ -186,7 +186,7 @@ class GatewayApp:
             return None
         answer = _outcome(run, session)
         if isinstance(answer, WireError):
-            await exchange.end_events(dialect.stream_error(answer))
+            await exchange.end_events(dialect.stream_error(answer, waiting, waited))
             return None
         head = answer.head
         if waited:
