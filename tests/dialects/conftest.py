@@ -1,23 +1,23 @@
-"""Replies, and the recorded requests of real harnesses in the other three dialects (long texts cut)."""
+"""Replies, and the recorded requests of real harnesses (long texts cut)."""
 
 from __future__ import annotations
 
-import gzip
 import json
-from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
 
 from polynya.dialects.neutral import ChatReply, ReplyHead, ToolCall, Usage
 
-RECORDED = Path(__file__).parent.parent / "fixtures" / "recordings" / "other_dialects.jsonl.gz"
+from ..recordings import rows
+
 HEAD = ReplyHead(reply_id="r1", created=1_700_000_000, model="asked-for")
 
 
 def recorded(path_part: str) -> list[dict[str, Any]]:
-    with gzip.open(RECORDED, "rt") as lines:
-        return [row for row in map(json.loads, lines) if path_part in row["path"]]
+    """The model calls that were POSTed to such a path; ``from`` says by whom."""
+    found = [row for row in rows() if path_part in row["path"] and row["method"] == "POST"]
+    return [row | {"from": f"{row['harness']}/{row['case']}"} for row in found]
 
 
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=600)

@@ -37,7 +37,7 @@ def test_recorded_request_is_understood(row: dict[str, Any]) -> None:
     calls = [call for m in request.messages for call in m.tool_calls]
     assert [(c.id, c.name, json.loads(c.arguments)) for c in calls] == [(b["id"], b["name"], b["input"]) for b in uses]
     assert [tool.name for tool in request.tools] == [tool["name"] for tool in row["body"].get("tools", [])]
-    assert request.stream
+    assert request.stream is row["body"].get("stream", False)
 
 
 def test_billing_header_is_cut_from_the_prompt_and_kept_in_the_record() -> None:
@@ -193,5 +193,36 @@ def test_errors_have_the_providers_shape_and_overflow_its_words() -> None:
         "type": "error",
         "error": {"type": "invalid_request_error", "message": "prompt is too long: 9 > 8"},
     }
-    (event,) = sse([DIALECT.stream_error(WireError(fault=Fault.UNAVAILABLE, message="down"))])
+    (event,) = sse([DIALECT.stream_error(WireError(fault=Fault.UNAVAILABLE, message="down"), HEAD)])
     assert event["error"]["type"] == "overloaded_error"
+
+
+def test_what_the_model_will_not_see_is_counted_by_rule() -> None:
+    billing = {"type": "text", "text": "x-anthropic-billing-header: cch=aaaaa;"}
+    thought = {"type": "thinking", "thinking": "t", "signature": "theirs"}
+    request = parse(
+        [{"role": "user", "content": "x"}, {"role": "assistant", "content": [thought]}],
+        system=[billing],
+        tools=[{"type": "web_search_20250305", "name": "web_search"}],
+    )
+    assert request.dropped == {"volatile_system": 1, "foreign_reasoning": 1, "provider_tool": 1}
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"system": [{"type": "image"}]}, "system[0].type"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
+    ],
+)
+def test_what_would_be_lost_in_silence_is_refused_by_name(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        parse([{"role": "user", "content": "x"}], **fields)
+    assert caught.value.field == field
+
+
+def test_documents_of_blocks_are_their_text() -> None:
+    content = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    for source in ({"type": "content", "content": content}, {"type": "content", "content": "a\nb"}):
+        (message,) = parse([{"role": "user", "content": [{"type": "document", "source": source}]}]).messages
+        assert message.text == "a\nb"

@@ -44,11 +44,12 @@ def test_recorded_request_is_understood(row: dict[str, Any]) -> None:
         (call["name"], call["args"]) for call in sent
     ]
     answered = [message.tool_call_id for message in request.messages if message.role == "tool"]
-    assert sorted(answered) == sorted(call.id for call in calls)
-    declared = [item["name"] for tool in row["body"]["tools"] for item in tool["functionDeclarations"]]
+    assert len(answered) == sum("functionResponse" in part for part in parts)
+    assert answered == [call.id for call in calls if call.id in answered]
+    declared = [item["name"] for tool in row["body"].get("tools", []) for item in tool["functionDeclarations"]]
     assert [tool.name for tool in request.tools] == declared
-    assert request.stream
-    assert request.messages[0].role == "system"
+    assert request.stream is ("streamGenerateContent" in row["path"])
+    assert (request.messages[0].role == "system") is ("systemInstruction" in row["body"])
 
 
 def test_model_comes_from_the_path_slashes_and_all() -> None:
@@ -147,3 +148,28 @@ def test_whole_reply_echoed_back_is_the_same_turn(reply: ChatReply) -> None:
 def test_errors_have_the_providers_shape() -> None:
     error = json.loads(DIALECT.error(WireError(fault=Fault.UNAVAILABLE, message="down")))
     assert error == {"error": {"code": 503, "message": "down", "status": "UNAVAILABLE"}}
+
+
+def test_keys_are_read_in_both_spellings_and_those_of_tools_stay() -> None:
+    """The provider's Python SDK writes ``mime_type`` inside ``inlineData``."""
+    args = {"mime_type": "x", "inline_data": {"file_uri": 1}}
+    schema = {"type": "object", "properties": {"mime_type": {"type": "string"}}}
+    body = {
+        "contents": [
+            user({"text": '{"mime_type": 1}'}, {"inline_data": {"mime_type": "image/png", "data": "QUJD"}}),
+            model({"function_call": {"name": "f", "args": args}}),
+            user({"function_response": {"name": "f", "response": {"mime_type": "y"}}}),
+        ],
+        "tools": [{"function_declarations": [{"name": "f", "parameters_json_schema": schema}]}],
+        "generation_config": {"max_output_tokens": 7, "stop_sequences": ["x"]},
+        "system_instruction": {"parts": [{"text": "sys"}]},
+    }
+    request = DIALECT.parse(json.dumps(body).encode(), "/v1beta/models/m:generateContent")
+    system, asked, called, answered = upstream(request)
+    assert system["content"] == "sys"
+    assert asked["content"][0]["text"] == '{"mime_type": 1}'
+    assert asked["content"][1]["image_url"]["url"] == "data:image/png;base64,QUJD"
+    assert json.loads(called["tool_calls"][0]["function"]["arguments"]) == args
+    assert json.loads(answered["content"]) == {"mime_type": "y"}
+    assert json.loads(bytes(request.tools[0].parameters)) == schema
+    assert (request.sampling.max_tokens, request.sampling.stop) == (7, ["x"])

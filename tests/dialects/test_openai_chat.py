@@ -182,7 +182,7 @@ def test_refusal_names_the_field(fields: dict[str, Any], field: str, words: str)
 def test_parts_are_joined_and_media_counted() -> None:
     parts = [
         {"type": "text", "text": "look"},
-        {"type": "image_url", "image_url": {"url": "data:,"}},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,QUJD"}},
         {"type": "input_text", "text": "here"},
     ]
     (message,) = parse(ask(messages=[{"role": "user", "content": parts}])).messages
@@ -224,7 +224,7 @@ def test_error_has_the_shape_of_the_provider(fault: Fault) -> None:
     shown = json.loads(DIALECT.error(error))["error"]
     assert (shown["message"], shown["param"]) == ("why", "messages")
     assert shown["type"] and 400 <= error.status < 600
-    assert json.loads(DIALECT.stream_error(error).removeprefix(b"data: "))["error"] == shown
+    assert json.loads(DIALECT.stream_error(error, HEAD).removeprefix(b"data: "))["error"] == shown
 
 
 def test_keepalive_changes_nothing_at_the_client() -> None:

@@ -43,7 +43,9 @@ def test_recorded_request_is_understood(row: dict[str, Any]) -> None:
     items = row["body"]["input"]
     calls = [message_call for message in request.messages for message_call in message.tool_calls]
     sent = [item for item in items if item.get("type") == "function_call"]
-    assert [(c.id, c.name, c.arguments) for c in calls] == [(i["call_id"], i["name"], i["arguments"]) for i in sent]
+    assert [(c.id, c.name, c.arguments) for c in calls] == [
+        (i["call_id"], "__".join(filter(None, (i.get("namespace"), i["name"]))), i["arguments"]) for i in sent
+    ]
     outputs = [item["call_id"] for item in items if item.get("type") == "function_call_output"]
     assert [message.tool_call_id for message in request.messages if message.role == "tool"] == outputs
     assert request.tools or not row["body"].get("tools")
@@ -198,5 +200,38 @@ def test_overflow_and_unknown_previous_response_have_the_providers_codes() -> No
     assert overflow["error"]["code"] == "context_length_exceeded"
     unknown = json.loads(DIALECT.error(WireError(fault=Fault.NOT_FOUND, message="?", field="previous_response_id")))
     assert unknown["error"]["code"] == "previous_response_not_found"
-    (event,) = sse([DIALECT.stream_error(WireError(fault=Fault.UNAVAILABLE, message="down"))])
+    created, event = sse([DIALECT.stream_error(WireError(fault=Fault.UNAVAILABLE, message="down"), HEAD)])
+    assert (created["type"], created["response"]["id"]) == ("response.created", event["response"]["id"])
     assert event["response"]["error"]["code"] == "server_error"
+
+
+@pytest.mark.parametrize(
+    ("choice", "wire"),
+    [
+        ("auto", "auto"),
+        ("required", "required"),
+        ({"type": "function", "name": "f"}, {"type": "function", "function": {"name": "f"}}),
+        ({"type": "custom", "name": "exec"}, {"type": "function", "function": {"name": "exec"}}),
+        (
+            {"type": "function", "namespace": "fs", "name": "read"},
+            {"type": "function", "function": {"name": "fs__read"}},
+        ),
+        ({"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "f"}]}, "required"),
+    ],
+)
+def test_tool_choice_is_translated(choice: Any, wire: Any) -> None:
+    request = parse([{"role": "user", "content": "x"}], tool_choice=choice)
+    assert json.loads(bytes(request.tool_choice or b"null")) == wire
+    assert request.dropped == {}
+
+
+def test_what_the_model_will_not_see_is_counted_by_rule() -> None:
+    items = [
+        {"role": "user", "content": "x"},
+        {"type": "reasoning", "summary": [], "encrypted_content": "theirs"},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "whole"}]},
+    ]
+    tools = [{"type": "web_search"}, {"type": "code_interpreter", "container": {}}]
+    request = parse(items, tools=tools, tool_choice={"type": "web_search"})
+    assert request.dropped == {"foreign_reasoning": 1, "provider_tool": 2, "provider_tool_choice": 1}
+    assert request.messages[-1].reasoning == "whole"

@@ -13,6 +13,7 @@ from polynya.engines.compatible import CompatibleEngine
 from polynya.engines.http import HttpSettings
 from polynya.engines.scripted import Fault, Script, ScriptedApp, Step, scripted_app, serve
 from polynya.engines.scripted.script import FaultKind
+from polynya.engines.scripted.tokens import MEDIA
 from polynya.errors import ConfigError, ContextOverflow, EngineProtocolError, EngineRejected, EngineUnavailable
 
 from .asking import BASH, ask, chat
@@ -44,6 +45,31 @@ async def test_the_probe_finds_what_the_server_can_do() -> None:
     assert info.trainable and info.token_in
     assert info.tokenizer_sha256 is not None and info.stop_ids == [256]
     assert info.detail["weight_version"] == "default"
+
+
+class Blindfolded(ScriptedApp):
+    """Leaves images out in silence, as some servers of text models do."""
+
+    def _render(self, messages, tools, *, generation_prompt=True):  # type: ignore[no-untyped-def]
+        ids = super()._render(messages, tools, generation_prompt=generation_prompt)
+        return ids[ids != MEDIA]
+
+
+@pytest.mark.parametrize(
+    ("app", "images"),
+    [
+        (ScriptedApp(Script()), True),
+        (ScriptedApp(Script(images=False)), False),
+        (Blindfolded(Script()), False),
+    ],
+    ids=["sees", "refuses", "leaves them out"],
+)
+async def test_the_probe_finds_whether_an_image_reaches_the_model(app: ScriptedApp, images: bool) -> None:
+    async with serve(app) as url:
+        engine = CompatibleEngine(url)
+        info = await engine.start()
+        await engine.close()
+    assert info.images is images
 
 
 @pytest.mark.parametrize("kind", ["raw", "processed"])

@@ -19,6 +19,22 @@ from polynya.engines.scripted import Script, ScriptedEngine
 from polynya.gateway.server import Gateway
 from polynya.gateway.sessions import GatewaySession, SessionGrant
 
+RECORDED_TABLE: dict[tuple[str, str], dict[str, int]] = {}
+"""What ``test_recorded`` sent and saw accepted: harness and case → dialect → requests."""
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if not RECORDED_TABLE:
+        return
+    terminalreporter.write_sep("-", "recorded requests")
+    form = "{:<17}{:<20}{:<34}{:>9}"
+    terminalreporter.write_line(form.format("harness", "case", "dialect", "accepted"))
+    for (harness, case), found in sorted(RECORDED_TABLE.items()):
+        for dialect, requests in sorted(found.items()):
+            terminalreporter.write_line(form.format(harness, case, dialect, requests))
+    total = sum(requests for found in RECORDED_TABLE.values() for requests in found.values())
+    terminalreporter.write_line(form.format("all", f"{len(RECORDED_TABLE)} cases", "", total))
+
 
 async def until(condition: Callable[[], bool]) -> None:
     """Let the loop run until it holds. No clock: a condition that never holds is the test runner's time-out."""

@@ -111,11 +111,13 @@ async def test_a_waiting_client_gets_events_that_change_nothing(make_rig: MakeRi
     agent = await rig.open()
     ws = await socket(agent)
     await ws.send(body(TASK))
-    for _ in range(3):
-        event = await ws.ws.receive_json()
-        assert (event["type"], event["response"]["output"]) == ("response.in_progress", [])
+    waiting = [await ws.ws.receive_json() for _ in range(3)]
+    assert [event["type"] for event in waiting] == ["response.created", *["response.in_progress"] * 2]
+    assert [event["response"]["output"] for event in waiting] == [[], [], []]
     rig.engine.desk.release()
-    assert (await ws.events())[-1]["response"]["output"][0]["content"][0]["text"] == "late"
+    last = (await ws.events())[-1]["response"]
+    assert last["output"][0]["content"][0]["text"] == "late"
+    assert {event["response"]["id"] for event in waiting} == {last["id"]}
 
 
 async def test_a_client_that_goes_away_cancels_the_engine_call(make_rig: MakeRig) -> None:
@@ -218,7 +220,7 @@ async def test_a_failure_after_the_first_event_ends_the_response_as_failed(make_
     ws = await socket(await rig.open())
     await ws.send(body(TASK))
     events = await ws.events()
-    assert events[0]["type"] == "response.in_progress"
+    assert events[0]["type"] == "response.created"
     assert (events[-1]["type"], events[-1]["response"]["status"]) == ("response.failed", "failed")
 
 

@@ -2,7 +2,7 @@
 
 A user message with ``tool_result`` blocks becomes one ``tool`` message a block, in block order, then one ``user`` message with
 the rest; consecutive assistant messages merge; a ``system`` message in the middle stays where it is. Thinking with our own
-signature is reasoning again, with a foreign one it is dropped and its message kept. Sources: recorded traffic of Claude Code
+signature is reasoning again, with a foreign one it is dropped (and counted) and its message kept. Sources: recorded traffic of Claude Code
 and the SDKs, the provider's API reference. Refuses block types that it cannot pass on, naming them.
 """
 
@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from polynya.dialects import media
 from polynya.dialects.base import BadRequest, Fault, WireError
 from polynya.dialects.history import History
 from polynya.dialects.neutral import ChatMessage, ChatReply, ChatRequest, ReplyHead, SamplingParams, ToolCall, ToolSpec
@@ -40,6 +41,7 @@ class _Source(msgspec.Struct):
     media_type: str = "application/octet-stream"
     data: str = ""
     url: str = ""
+    content: str | list[msgspec.Raw] = ""
 
 
 class _Block(msgspec.Struct):
@@ -51,6 +53,7 @@ class _Block(msgspec.Struct):
     name: str = ""
     input: Any = None
     tool_use_id: str = ""
+    tool_name: str = ""
     content: str | list[msgspec.Raw] | None = None
     is_error: bool | None = None
     source: _Source | None = None
@@ -80,6 +83,15 @@ class _ToolChoice(msgspec.Struct):
     disable_parallel_tool_use: bool | None = None
 
 
+class _Format(msgspec.Struct):
+    type: str = ""
+    schema: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+class _OutputConfig(msgspec.Struct):
+    format: _Format | None = None
+
+
 class _Request(msgspec.Struct):
     model: str
     messages: msgspec.Raw
@@ -92,9 +104,11 @@ class _Request(msgspec.Struct):
     top_p: float | None = None
     top_k: int | None = None
     stream: bool | None = None
+    output_config: _OutputConfig | None = None
 
 
-_KNOWN = {field.name for field in msgspec.structs.fields(_Request)}
+_KNOWN = {field.name for field in msgspec.structs.fields(_Request)} - {"output_config"}
+"""(Of the output configuration the format only has a use here.)"""
 _request = msgspec.json.Decoder(_Request)
 _tool_list = msgspec.json.Decoder(list[_Tool] | None)
 _message = msgspec.json.Decoder(_Message)
@@ -106,26 +120,33 @@ _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "content_filt
 class AnthropicMessages:
     name = "anthropic_messages"
 
-    def parse(self, body: bytes, path: str, history: History[list[ChatMessage]] | None = None) -> ChatRequest:
-        text, wire, messages = read_with(history, body, b'"messages":[', _request, _list_of, _read_message)
-        if not messages:
+    def parse(
+        self, body: bytes, path: str, history: History[media.Read[list[ChatMessage]]] | None = None
+    ) -> ChatRequest:
+        text, wire, read = read_with(history, body, b'"messages":[', _request, _list_of, _read_message)
+        if not read:
             raise BadRequest("messages: at least one message is required", field="messages")
         if wire.max_tokens is not None and wire.max_tokens < 1:
             raise BadRequest(f"max_tokens: {wire.max_tokens} is below 1", field="max_tokens")
         leftovers: dict[str, Any] = {key: value for key, value in _object.decode(text).items() if key not in _KNOWN}
-        system = _system(wire.system, leftovers)
+        notes = media.Notes()
+        system = _system(wire.system, leftovers, notes)
+        for each in read:
+            notes.add(each.notes)
         raw_tools = bytes(wire.tools)
         tools = history.made_from("tools", raw_tools, lambda: _tools(raw_tools)) if history else _tools(raw_tools)
         if tools.dropped:
             leftovers["dropped_tools"] = tools.dropped
+            notes.drop("provider_tool", len(tools.dropped))
         choice = wire.tool_choice
         return ChatRequest(
             dialect=self.name,
             model=wire.model,
-            messages=_merged([*system, *(message for group in messages for message in group)]),
+            messages=_merged([*system, *(message for each in read for message in each.value)]),
             tools=tools.specs,
             tools_raw=tools.raw,
             tool_choice=_choice(choice),
+            response_format=_response_format(wire.output_config),
             parallel_tool_calls=False if choice and choice.disable_parallel_tool_use else None,
             sampling=bounded(
                 SamplingParams(
@@ -138,6 +159,8 @@ class AnthropicMessages:
                 {},
             ),
             stream=bool(wire.stream),
+            images=notes.images,
+            dropped=notes.dropped,
             leftovers=leftovers,
         )
 
@@ -150,10 +173,10 @@ class AnthropicMessages:
         usage = _usage(reply) | {"output_tokens": reply.usage.completion_tokens}
         return encode(_envelope(head) | {"content": content, "stop_reason": _stop_reason(reply), "usage": usage})
 
-    def keepalive(self, head: ReplyHead) -> bytes:
+    def keepalive(self, head: ReplyHead, number: int = 1) -> bytes:
         return event("ping", {"type": "ping"})
 
-    def stream(self, request: ChatRequest, reply: ChatReply, head: ReplyHead) -> Iterator[bytes]:
+    def stream(self, request: ChatRequest, reply: ChatReply, head: ReplyHead, waited: int = 0) -> Iterator[bytes]:
         started = _envelope(head) | {"content": [], "stop_reason": None, "usage": _usage(reply) | {"output_tokens": 1}}
         yield event("message_start", {"type": "message_start", "message": started})
         for index, block in enumerate(_reply_blocks(reply)):
@@ -166,7 +189,7 @@ class AnthropicMessages:
     def error(self, error: WireError) -> bytes:
         return encode(_error(error))
 
-    def stream_error(self, error: WireError) -> bytes:
+    def stream_error(self, error: WireError, head: ReplyHead, waited: int = 0) -> bytes:
         return event("error", _error(error))
 
     def models(self, names: list[str], created: int) -> bytes:
@@ -180,11 +203,12 @@ class AnthropicMessages:
         return encode({"input_tokens": count})
 
 
-def _system(system: str | list[_Block] | None, leftovers: dict[str, Any]) -> list[ChatMessage]:
-    texts = [system] if isinstance(system, str) else [block.text for block in system or []]
+def _system(system: str | list[_Block] | None, leftovers: dict[str, Any], notes: media.Notes) -> list[ChatMessage]:
+    texts = [system] if isinstance(system, str) else _only_texts(system or [], "system")
     volatile = [text for text in texts if text.startswith(_VOLATILE)]
     if volatile:
         leftovers["volatile_system"] = volatile
+        notes.drop("volatile_system", len(volatile))
     text = "\n".join(text for text in texts if text and not text.startswith(_VOLATILE))
     return [chat_message("system", text=text)] if text else []
 
@@ -204,31 +228,43 @@ def _list_of(wire: _Request) -> tuple[str, msgspec.Raw]:
     return "messages", wire.messages
 
 
-def _read_message(raw: msgspec.Raw, where: str) -> list[ChatMessage]:
-    return _messages(decode_as(_message, raw, where), where)
+def _only_texts(blocks: list[_Block], where: str) -> list[str]:
+    for i, block in enumerate(blocks):
+        if block.type != "text":
+            raise BadRequest(
+                f"{where}[{i}].type: {block.type!r} is not served here; send text", field=f"{where}[{i}].type"
+            )
+    return [block.text for block in blocks]
 
 
-def _messages(message: _Message, where: str) -> list[ChatMessage]:
+def _read_message(raw: msgspec.Raw, where: str) -> media.Read[list[ChatMessage]]:
+    notes = media.Notes()
+    return media.Read(_messages(decode_as(_message, raw, where), where, notes), notes.taken)
+
+
+def _messages(message: _Message, where: str, notes: media.Notes) -> list[ChatMessage]:
     blocks = [_Block(text=message.content)] if isinstance(message.content, str) else message.content
     if message.role == "assistant":
-        return [_assistant(blocks, where)]
+        return [_assistant(blocks, where, notes)]
     if message.role == "system":
-        return [chat_message("system", text="\n".join(block.text for block in blocks if block.text))]
+        return [chat_message("system", text="\n".join(filter(None, _only_texts(blocks, f"{where}.content"))))]
     if message.role != "user":
         raise BadRequest(
             f"{where}.role: {message.role!r} is unknown; use user, assistant or system", field=f"{where}.role"
         )
     results = [
-        _tool_result(block, f"{where}.content[{i}]") for i, block in enumerate(blocks) if block.type == "tool_result"
+        _tool_result(block, f"{where}.content[{i}]", notes)
+        for i, block in enumerate(blocks)
+        if block.type == "tool_result"
     ]
     rest = [(i, block) for i, block in enumerate(blocks) if block.type != "tool_result"]
     if not rest:
         return results
-    parts = [_part(block, f"{where}.content[{i}]") for i, block in rest]
+    parts = [_part(block, f"{where}.content[{i}]", notes) for i, block in rest]
     return [*results, _with_parts("user", parts)]
 
 
-def _assistant(blocks: list[_Block], where: str) -> ChatMessage:
+def _assistant(blocks: list[_Block], where: str, notes: media.Notes) -> ChatMessage:
     texts: list[str] = []
     reasoning: list[str] = []
     calls: list[ToolCall] = []
@@ -237,9 +273,12 @@ def _assistant(blocks: list[_Block], where: str) -> ChatMessage:
             case "text":
                 texts.append(block.text)
             case "thinking":
-                reasoning += [block.thinking] if is_ours(block.thinking, block.signature) else []
+                if is_ours(block.thinking, block.signature):
+                    reasoning.append(block.thinking)
+                else:
+                    notes.drop("foreign_reasoning")
             case "redacted_thinking":
-                pass
+                notes.drop("foreign_reasoning")
             case "tool_use":
                 calls.append(ToolCall(id=block.id, name=block.name, arguments=arguments_text(block.input)))
             case other:
@@ -251,12 +290,13 @@ def _assistant(blocks: list[_Block], where: str) -> ChatMessage:
     return chat_message("assistant", text=text, reasoning="\n".join(reasoning), tool_calls=calls)
 
 
-def _tool_result(block: _Block, where: str) -> ChatMessage:
+def _tool_result(block: _Block, where: str, notes: media.Notes) -> ChatMessage:
     content = block.content
     if not isinstance(content, list):
         return chat_message("tool", text=content or "", tool_call_id=block.tool_use_id)
     parts = [
-        _part(decode_as(_block, raw, f"{where}.content[{i}]"), f"{where}.content[{i}]") for i, raw in enumerate(content)
+        _part(decode_as(_block, raw, f"{where}.content[{i}]"), f"{where}.content[{i}]", notes)
+        for i, raw in enumerate(content)
     ]
     message = _with_parts("tool", parts)
     if not message.media:
@@ -271,22 +311,40 @@ def _with_parts(role: Any, parts: list[dict[str, Any]]) -> ChatMessage:
     return chat_message(role, text=text, parts=parts)
 
 
-def _part(block: _Block, where: str) -> dict[str, Any]:
+def _part(block: _Block, where: str, notes: media.Notes) -> dict[str, Any]:
     source = block.source
     match block.type:
         case "text":
             return {"type": "text", "text": block.text}
+        case "tool_reference":
+            # what a client-side tool search found; the tool itself stands among the tools
+            return {"type": "text", "text": f"Tool found: {block.tool_name}"}
         case "image" if source is not None:
-            url = source.url if source.type == "url" else f"data:{source.media_type};base64,{source.data}"
-            return {"type": "image_url", "image_url": {"url": url}}
-        case "document" if source is not None and source.type == "text":
-            return {"type": "text", "text": source.data}
+            if source.type != "base64":
+                raise media.unserved(f"{where}.source", f"an image by {source.type}")
+            return media.blob(notes, source.media_type, source.data, where)
         case "document" if source is not None:
-            return {"type": "file", "file": {"file_data": f"data:{source.media_type};base64,{source.data}"}}
+            return _document(source, where, notes)
         case other:
             raise BadRequest(
                 f"{where}.type: {other!r} is not served; send text, image or document", field=f"{where}.type"
             )
+
+
+def _document(source: _Source, where: str, notes: media.Notes) -> dict[str, Any]:
+    match source.type:
+        case "text":
+            return {"type": "text", "text": source.data}
+        case "base64":
+            return media.blob(notes, source.media_type, source.data, f"{where}.source")
+        case "content":
+            content, place = source.content, f"{where}.source.content"
+            if not isinstance(content, str):
+                blocks = [decode_as(_block, raw, f"{place}[{i}]") for i, raw in enumerate(content)]
+                content = "\n".join(_only_texts(blocks, place))
+            return {"type": "text", "text": content}
+        case other:
+            raise media.unserved(f"{where}.source", f"a document by {other}")
 
 
 def _merged(messages: list[ChatMessage]) -> list[ChatMessage]:
@@ -317,6 +375,17 @@ def _choice(choice: _ToolChoice | None) -> msgspec.Raw | None:
             f"tool_choice.type: {choice.type!r} is unknown; use auto, any, tool or none", field="tool_choice.type"
         )
     return msgspec.Raw(encode(named))
+
+
+def _response_format(config: _OutputConfig | None) -> msgspec.Raw | None:
+    wanted = config.format if config is not None else None
+    if wanted is None:
+        return None
+    if wanted.type != "json_schema":
+        field = "output_config.format.type"
+        raise BadRequest(f"{field}: {wanted.type!r} is unknown; use json_schema", field=field)
+    schema = {"name": "response", "schema": msgspec.Raw(bytes(wanted.schema))}
+    return msgspec.Raw(encode({"type": "json_schema", "json_schema": schema}))
 
 
 def _copied(raw: msgspec.Raw) -> msgspec.Raw:

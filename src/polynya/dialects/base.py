@@ -77,18 +77,21 @@ class Dialect(Protocol):
 
     def render(self, request: ChatRequest, reply: ChatReply, head: ReplyHead) -> bytes: ...
 
-    def keepalive(self, head: ReplyHead) -> bytes:
-        """A no-op event of the dialect's own shape (a comment breaks some clients and does not reset others' timers)."""
+    def keepalive(self, head: ReplyHead, number: int = 1) -> bytes:
+        """A no-op event of the dialect's own shape (a comment breaks some clients and does not reset others' timers).
+
+        ``number`` counts those of one stream from 0: some SDKs want their opening event before any other.
+        """
         ...
 
-    def stream(self, request: ChatRequest, reply: ChatReply, head: ReplyHead) -> Iterator[bytes]:
-        """The events of a whole reply, in order; the last item is the terminal one."""
+    def stream(self, request: ChatRequest, reply: ChatReply, head: ReplyHead, waited: int = 0) -> Iterator[bytes]:
+        """The events of a whole reply, in order; the last item is the terminal one. ``waited``: no-op events before it."""
         ...
 
     def error(self, error: WireError) -> bytes: ...
 
-    def stream_error(self, error: WireError) -> bytes:
-        """The same, as an event of a stream that began already."""
+    def stream_error(self, error: WireError, head: ReplyHead, waited: int = 0) -> bytes:
+        """The same, as an event of a stream that began already; ``head`` and ``waited`` as in ``stream``."""
         ...
 
     def token_count(self, count: int) -> bytes:
@@ -106,6 +109,13 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     dialect: str
     action: str
     """``generate``, ``models``, ``count_tokens``, or ``stored`` and ``forget`` for a reply that was given earlier."""
+
+
+def likely_dialect(path: str, headers: Mapping[str, str]) -> str:
+    """In whose words a path that is not served is refused: those of the SDK that sends such headers."""
+    if "anthropic-version" in headers:
+        return "anthropic_messages"
+    return "google_generate" if "/v1beta/" in path or "x-goog-api-key" in headers else "openai_chat"
 
 
 def route(method: str, path: str, headers: Mapping[str, str]) -> Route | None:
@@ -129,6 +139,8 @@ def route(method: str, path: str, headers: Mapping[str, str]) -> Route | None:
         return Route(dialect="openai_chat", action="generate")
     if path.endswith(("/responses", "/responses/compact")):
         return Route(dialect="openai_responses", action="generate")
+    if path.endswith("/responses/input_tokens"):
+        return Route(dialect="openai_responses", action="count_tokens")
     if path.endswith("/messages/count_tokens"):
         return Route(dialect="anthropic_messages", action="count_tokens")
     if path.endswith("/messages"):

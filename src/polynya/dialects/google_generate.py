@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from polynya.dialects import media
 from polynya.dialects.base import HTTP_STATUS, BadRequest, Fault, WireError
 from polynya.dialects.history import History
 from polynya.dialects.neutral import ChatMessage, ChatReply, ChatRequest, ReplyHead, SamplingParams, ToolCall, ToolSpec
@@ -45,10 +46,16 @@ class _Call(msgspec.Struct):
     id: str | None = None
 
 
+class _ResponsePart(msgspec.Struct, rename="camel"):
+    inline_data: _Blob | None = None
+    file_data: _Blob | None = None
+
+
 class _Response(msgspec.Struct):
     name: str
     response: Any = None
     id: str | None = None
+    parts: list[_ResponsePart] = []
 
 
 class _Part(msgspec.Struct, rename="camel"):
@@ -110,11 +117,41 @@ _request = msgspec.json.Decoder(_Request)
 _declarations = msgspec.json.Decoder(list[_Declaration])
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _any = msgspec.json.Decoder()
-_SNAKE = {
-    "system_instruction": "systemInstruction",
-    "tool_config": "toolConfig",
-    "generation_config": "generationConfig",
+_CAMEL: dict[str, str] = {
+    "generate_content_request": "generateContentRequest",
+    "function_declarations": "functionDeclarations",
 }
+_CAMEL |= {
+    field.name: field.encode_name
+    for kind in (
+        _Blob,
+        _Part,
+        _Response,
+        _ResponsePart,
+        _Declaration,
+        _FunctionConfig,
+        _ToolConfig,
+        _Generation,
+        _Request,
+    )
+    for field in msgspec.structs.fields(kind)
+    if field.name != field.encode_name
+}
+_SNAKE = re.compile(rb'"(?:%b)"\s*:' % "|".join(_CAMEL).encode())
+"""A key as the provider's own SDK writes some (``mime_type``). A text cannot match: its quotes are escaped."""
+_PERHAPS_SNAKE = re.compile(rb'_(?:%b)"' % "|".join(sorted({key.partition("_")[2] for key in _CAMEL})).encode())
+"""Ten times faster, since underscores are rarer than quotes."""
+_CLIENTS_OWN = {"args", "response", "parameters", "parametersJsonSchema", "responseSchema", "responseJsonSchema"}
+
+
+def _camel(value: Any) -> Any:
+    """The protocol's keys in one spelling, as the provider takes both; what belongs to the client's tools stays as it is."""
+    if isinstance(value, list):
+        return [_camel(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    named = {_CAMEL.get(key, key): item for key, item in value.items()}
+    return {key: item if key in _CLIENTS_OWN else _camel(item) for key, item in named.items()}
 
 
 class GoogleGenerate:
@@ -125,13 +162,12 @@ class GoogleGenerate:
         if found is None:
             raise BadRequest(f"path: {path!r} names no model and method", field="path")
         body = readable(body)
+        if _PERHAPS_SNAKE.search(body) and _SNAKE.search(body):
+            body = encode(_camel(decode_as(_any, body, "")))
         fields: dict[str, msgspec.Raw] = decode_as(_object, body, "")
         if found["method"] == "countTokens" and "generateContentRequest" in fields:
             body = bytes(fields["generateContentRequest"])
             fields = decode_as(_object, body, "generateContentRequest")
-        if fields.keys() & _SNAKE.keys():
-            fields = {_SNAKE.get(key, key): value for key, value in fields.items()}
-            body = encode(fields)
         wire: _Request = decode_as(_request, body, "")
         if not wire.contents:
             raise BadRequest("contents: [] is empty; send at least one content", field="contents")
@@ -143,11 +179,12 @@ class GoogleGenerate:
                 field="generationConfig.candidateCount",
             )
         leftovers: dict[str, Any] = {key: value for key, value in fields.items() if key not in _KNOWN}
-        tools, tools_raw = _tools(wire.tools or [], leftovers)
+        notes = media.Notes()
+        tools, tools_raw = _tools(wire.tools or [], leftovers, notes)
         return ChatRequest(
             dialect=self.name,
             model=found["model"],
-            messages=[*_system(wire.system_instruction), *_Conversation().messages(wire.contents)],
+            messages=[*_system(wire.system_instruction), *_Conversation(notes).messages(wire.contents)],
             tools=tools,
             tools_raw=tools_raw,
             tool_choice=_choice(wire.tool_config),
@@ -170,16 +207,18 @@ class GoogleGenerate:
                 },
             ),
             stream=found["method"] == "streamGenerateContent",
+            images=notes.images,
+            dropped=notes.dropped,
             leftovers=leftovers,
         )
 
     def render(self, request: ChatRequest, reply: ChatReply, head: ReplyHead) -> bytes:
         return encode(_response(head, _parts(reply), reply, _finish(reply)))
 
-    def keepalive(self, head: ReplyHead) -> bytes:
+    def keepalive(self, head: ReplyHead, number: int = 1) -> bytes:
         return _data({"candidates": [{"content": {"role": "model", "parts": [{"text": ""}]}, "index": 0}]})
 
-    def stream(self, request: ChatRequest, reply: ChatReply, head: ReplyHead) -> Iterator[bytes]:
+    def stream(self, request: ChatRequest, reply: ChatReply, head: ReplyHead, waited: int = 0) -> Iterator[bytes]:
         *earlier, last = _stream_parts(reply) or [{"text": ""}]
         for part in earlier:
             yield _data(_response(head, [part], reply, None))
@@ -188,7 +227,7 @@ class GoogleGenerate:
     def error(self, error: WireError) -> bytes:
         return encode(_error(error))
 
-    def stream_error(self, error: WireError) -> bytes:
+    def stream_error(self, error: WireError, head: ReplyHead, waited: int = 0) -> bytes:
         return _data(_error(error))
 
     def models(self, names: list[str], created: int) -> bytes:
@@ -209,7 +248,8 @@ class GoogleGenerate:
 class _Conversation:
     """Contents → messages, with ids for calls that have none."""
 
-    def __init__(self) -> None:
+    def __init__(self, notes: media.Notes) -> None:
+        self._notes = notes
         self._turn = 0
         self._waiting: list[ToolCall] = []
         """Calls of the latest model turn that no response answered yet."""
@@ -244,9 +284,15 @@ class _Conversation:
         return chat_message("assistant", text="".join(texts), reasoning="".join(thoughts), tool_calls=calls)
 
     def _user(self, parts: list[_Part], where: str) -> list[ChatMessage]:
-        results = [self._result(part.function_response) for part in parts if part.function_response is not None]
+        results = [
+            self._result(part.function_response, f"{where}.parts[{i}].functionResponse")
+            for i, part in enumerate(parts)
+            if part.function_response is not None
+        ]
         rest = [
-            _content_part(part, f"{where}.parts[{i}]") for i, part in enumerate(parts) if part.function_response is None
+            _content_part(part, f"{where}.parts[{i}]", self._notes)
+            for i, part in enumerate(parts)
+            if part.function_response is None
         ]
         if not rest:
             return results
@@ -254,7 +300,7 @@ class _Conversation:
         only_text = all(part["type"] == "text" for part in rest)
         return [*results, chat_message("user", text=text, parts=None if only_text else rest)]
 
-    def _result(self, response: _Response) -> ChatMessage:
+    def _result(self, response: _Response, where: str) -> ChatMessage:
         """By id, else the first open call of that name, else the first open one."""
         open_calls = self._waiting
         matched = next((call for call in open_calls if response.id and call.id == response.id), None)
@@ -265,41 +311,55 @@ class _Conversation:
         value = response.response
         only = value.get("output") if isinstance(value, dict) and set(value) == {"output"} else None
         text = only if isinstance(only, str) else encode(value).decode()
-        return chat_message("tool", text=text, tool_call_id=matched.id if matched else response.id or response.name)
+        call_id = matched.id if matched else response.id or response.name
+        if not response.parts:
+            return chat_message("tool", text=text, tool_call_id=call_id)
+        parts: list[dict[str, Any]] = [{"type": "text", "text": text}]
+        for i, part in enumerate(response.parts):
+            parts.append(_blob_part(part.inline_data, part.file_data, f"{where}.parts[{i}]", self._notes))
+        return chat_message("tool", text=text, parts=parts, tool_call_id=call_id)
 
 
 def _system(content: _Content | str | None) -> list[ChatMessage]:
-    text = (
-        content if isinstance(content, str) else "\n".join(part.text or "" for part in content.parts) if content else ""
-    )
+    if isinstance(content, str) or content is None:
+        text = content or ""
+    else:
+        for i, part in enumerate(content.parts):
+            if part.text is None:
+                raise _unserved(part, f"systemInstruction.parts[{i}]")
+        text = "\n".join(part.text or "" for part in content.parts)
     return [chat_message("system", text=text)] if text else []
 
 
-def _content_part(part: _Part, where: str) -> dict[str, Any]:
+def _content_part(part: _Part, where: str, notes: media.Notes) -> dict[str, Any]:
     if part.text is not None:
         return {"type": "text", "text": part.text}
-    blob = part.inline_data or part.file_data
-    if blob is not None:
-        url = blob.file_uri or f"data:{blob.mime_type};base64,{blob.data}"
-        if blob.mime_type.startswith("image/"):
-            return {"type": "image_url", "image_url": {"url": url}}
-        return {"type": "file", "file": {"file_data": url}}
-    raise _unserved(part, where)
+    if part.inline_data is None and part.file_data is None:
+        raise _unserved(part, where)
+    return _blob_part(part.inline_data, part.file_data, where, notes)
+
+
+def _blob_part(inline: _Blob | None, file: _Blob | None, where: str, notes: media.Notes) -> dict[str, Any]:
+    if inline is not None:
+        return media.blob(notes, inline.mime_type, inline.data, f"{where}.inlineData")
+    raise media.unserved(f"{where}.fileData", f"the file {file.file_uri!r}" if file is not None else "an empty part")
 
 
 def _unserved(part: _Part, where: str) -> BadRequest:
     return BadRequest(
-        f"{where}: this kind of part is not served; send text, inlineData, fileData or functionResponse", field=where
+        f"{where}: this kind of part is not served; send text, inlineData or functionResponse", field=where
     )
 
 
-def _tools(tools: list[dict[str, msgspec.Raw]], leftovers: dict[str, Any]) -> tuple[list[ToolSpec], msgspec.Raw | None]:
+def _tools(
+    tools: list[dict[str, msgspec.Raw]], leftovers: dict[str, Any], notes: media.Notes
+) -> tuple[list[ToolSpec], msgspec.Raw | None]:
     """Function declarations; the provider's own tools (search, code execution) are dropped and named in ``leftovers``."""
     specs: list[ToolSpec] = []
     dropped: list[str] = []
     for i, tool in enumerate(tools):
-        declared = tool.get("functionDeclarations") or tool.get("function_declarations")
-        dropped += [key for key in tool if key not in ("functionDeclarations", "function_declarations")]
+        declared = tool.get("functionDeclarations")
+        dropped += [key for key in tool if key != "functionDeclarations"]
         for item in (
             decode_as(_declarations, declared, f"tools[{i}].functionDeclarations") if declared is not None else []
         ):
@@ -309,6 +369,7 @@ def _tools(tools: list[dict[str, msgspec.Raw]], leftovers: dict[str, Any]) -> tu
             specs.append(ToolSpec(name=item.name, description=item.description or "", parameters=msgspec.Raw(schema)))
     if dropped:
         leftovers["dropped_tools"] = dropped
+        notes.drop("provider_tool", len(dropped))
     return specs, function_tools(specs)
 
 

@@ -175,6 +175,10 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The client may ask for this reply again by its id."""
     compaction: bool = False
     """The client asks for its history to be condensed."""
+    images: list[str] = []
+    """Where images stand in the client's JSON, in order: an engine that takes none is the client's to hear of by place."""
+    dropped: dict[str, int] = {}
+    """What the model will not see, by rule (``media.DropRule``)."""
     leftovers: dict[str, Any] = {}
     """Fields of the request that polynya has no use for; kept for the record, not sent upstream."""
 

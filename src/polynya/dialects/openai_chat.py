@@ -2,7 +2,8 @@
 
 Messages keep their raw bytes, so what the engine reads is what the client sent, except ``developer`` and ``function``
 roles, which no chat template knows: they go upstream as ``system`` and ``tool``. Source of shapes: the recorded traffic of
-real clients and OpenAI's API reference. Refuses ``n > 1`` (one capture is one sample) and media of unknown kinds.
+real clients and OpenAI's API reference. A file that is text becomes a text part. Refuses ``n > 1`` (one capture is one
+sample) and, by their place, parts that no engine is given (``media``).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from polynya.dialects import media
 from polynya.dialects.base import BadRequest, Fault, WireError
 from polynya.dialects.history import History
 from polynya.dialects.neutral import (
@@ -25,11 +27,27 @@ from polynya.dialects.neutral import (
     ToolSpec,
     Usage,
     WireMessage,
-    WirePart,
 )
 from polynya.dialects.wire import bounded, decode_as, encode, pieces, read_with
 
 _NULL = msgspec.Raw(b"null")
+
+
+class _ImageUrl(msgspec.Struct):
+    url: str = ""
+
+
+class _File(msgspec.Struct):
+    file_data: str = ""
+    file_id: str = ""
+
+
+class _Part(msgspec.Struct):
+    type: str = "text"
+    text: str | None = None
+    refusal: str | None = None
+    image_url: _ImageUrl | None = None
+    file: _File | None = None
 
 
 class _ToolFunction(msgspec.Struct):
@@ -77,7 +95,7 @@ class _WireRequest(msgspec.Struct):
 _KNOWN = {field.name for field in msgspec.structs.fields(_WireRequest)}
 _request = msgspec.json.Decoder(_WireRequest)
 _message = msgspec.json.Decoder(WireMessage)
-_part = msgspec.json.Decoder(WirePart)
+_part = msgspec.json.Decoder(_Part)
 _tool = msgspec.json.Decoder(_WireTool)
 _tool_list = msgspec.json.Decoder(list[msgspec.Raw] | None)
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -96,9 +114,9 @@ _MEDIA_PARTS = {"image_url", "input_audio", "file", "video_url", "audio_url"}
 class OpenAIChat:
     name = "openai_chat"
 
-    def parse(self, body: bytes, path: str, history: History[ChatMessage] | None = None) -> ChatRequest:
-        text, wire, messages = read_with(history, body, b'"messages":[', _request, _list_of, _parse_message)
-        if not messages:
+    def parse(self, body: bytes, path: str, history: History[media.Read[ChatMessage]] | None = None) -> ChatRequest:
+        text, wire, read = read_with(history, body, b'"messages":[', _request, _list_of, _parse_message)
+        if not read:
             raise BadRequest("messages: [] is empty; send at least one message", field="messages")
         if wire.n is not None and wire.n != 1:
             raise BadRequest(
@@ -109,10 +127,13 @@ class OpenAIChat:
             raise BadRequest(f"max_tokens: {max_tokens} is below 1", field="max_tokens")
         raw_tools = bytes(wire.tools)
         tools = history.made_from("tools", raw_tools, lambda: _tools(raw_tools)) if history else _tools(raw_tools)
+        notes = media.Notes()
+        for each in read:
+            notes.add(each.notes)
         return ChatRequest(
             dialect=self.name,
             model=wire.model,
-            messages=messages,
+            messages=[each.value for each in read],
             tools=tools,
             tools_raw=msgspec.Raw(raw_tools) if tools else None,
             tool_choice=_given(wire.tool_choice),
@@ -124,6 +145,7 @@ class OpenAIChat:
             wants_logprobs=bool(wire.logprobs),
             wants_top_logprobs=wire.top_logprobs or 0,
             template_kwargs=_given(wire.chat_template_kwargs),
+            images=notes.images,
             leftovers={key: value for key, value in _object.decode(text).items() if key not in _KNOWN},
         )
 
@@ -136,10 +158,10 @@ class OpenAIChat:
         }
         return encode(_envelope(head, "chat.completion") | {"choices": [choice], "usage": _usage(reply.usage)})
 
-    def keepalive(self, head: ReplyHead) -> bytes:
+    def keepalive(self, head: ReplyHead, number: int = 1) -> bytes:
         return self._chunk(head, {})
 
-    def stream(self, request: ChatRequest, reply: ChatReply, head: ReplyHead) -> Iterator[bytes]:
+    def stream(self, request: ChatRequest, reply: ChatReply, head: ReplyHead, waited: int = 0) -> Iterator[bytes]:
         yield self._chunk(head, {"role": "assistant", "content": ""})
         for piece in pieces(reply.reasoning):
             yield self._chunk(head, {"reasoning_content": piece})
@@ -163,7 +185,7 @@ class OpenAIChat:
     def error(self, error: WireError) -> bytes:
         return encode({"error": _error_object(error)})
 
-    def stream_error(self, error: WireError) -> bytes:
+    def stream_error(self, error: WireError, head: ReplyHead, waited: int = 0) -> bytes:
         return _event({"error": _error_object(error)})
 
     def token_count(self, count: int) -> bytes:
@@ -201,36 +223,47 @@ def _list_of(wire: _WireRequest) -> tuple[str, msgspec.Raw]:
     return "messages", wire.messages
 
 
-def _parse_message(raw: msgspec.Raw, where: str) -> ChatMessage:
+def _parse_message(raw: msgspec.Raw, where: str) -> media.Read[ChatMessage]:
     wire: WireMessage = decode_as(_message, raw, where)
     role = _ROLES.get(wire.role)
     if role is None:
         raise BadRequest(
             f"{where}.role: {wire.role!r} is unknown; use one of {', '.join(_ROLES)}", field=f"{where}.role"
         )
-    media = _media(wire.content, where) if isinstance(wire.content, list) else 0
-    return ChatMessage(role=role, raw=bytes(raw) if role == wire.role else _with_role(raw, role), media=media)
+    notes = media.Notes()
+    parts = _rewritten(wire.content, where, notes) if isinstance(wire.content, list) else None
+    changed = ({"role": role} if role != wire.role else {}) | ({"content": parts} if parts is not None else {})
+    whole = encode(_object.decode(raw) | changed) if changed else bytes(raw)
+    return media.Read(ChatMessage(role=role, raw=whole, media=len(notes.images)), notes.taken)
 
 
-def _media(content: list[msgspec.Raw], where: str) -> int:
-    """How many of the parts are no text. Refuses a part of an unknown kind."""
-    media = 0
+def _rewritten(content: list[msgspec.Raw], where: str, notes: media.Notes) -> list[msgspec.Raw] | None:
+    """The parts where they cannot go up as they are."""
+    parts: list[msgspec.Raw] = []
+    rewritten = False
     for i, raw in enumerate(content):
-        part: WirePart = decode_as(_part, raw, f"{where}.content[{i}]")
-        if part.type in _MEDIA_PARTS:
-            media += 1
-        elif part.type not in TEXT_PARTS:
-            known = ", ".join(sorted(TEXT_PARTS | _MEDIA_PARTS))
-            raise BadRequest(
-                f"{where}.content[{i}].type: {part.type!r} is unknown; use one of {known}",
-                field=f"{where}.content[{i}].type",
-            )
-    return media
+        place = f"{where}.content[{i}]"
+        part: _Part = decode_as(_part, raw, place)
+        if part.type not in TEXT_PARTS and (text := _media_part(part, place, notes)) is not None:
+            raw, rewritten = msgspec.Raw(encode({"type": "text", "text": text})), True
+        parts.append(raw)
+    return parts if rewritten else None
 
 
-def _with_role(raw: msgspec.Raw, role: Role) -> bytes:
-    fields: dict[str, Any] = _object.decode(raw)
-    return encode(fields | {"role": role})
+def _media_part(part: _Part, where: str, notes: media.Notes) -> str | None:
+    """The text of a file that is text; None for an image, which goes up as it is."""
+    if part.type not in _MEDIA_PARTS:
+        known = ", ".join(sorted(TEXT_PARTS | _MEDIA_PARTS))
+        raise BadRequest(f"{where}.type: {part.type!r} is unknown; use one of {known}", field=f"{where}.type")
+    if part.type == "image_url" and part.image_url is not None:
+        media.image(notes, part.image_url.url, where)
+        return None
+    if part.type == "file" and part.file is not None and not part.file.file_id:
+        found = media.data_url(notes, part.file.file_data, where)
+        if found["type"] == "text":
+            return str(found["text"])
+        raise media.unserved(where, "an image as a file")
+    raise media.unserved(where, "a file by id" if part.type == "file" else f"a part of type {part.type!r}")
 
 
 def _tools(listed: bytes) -> list[ToolSpec]:

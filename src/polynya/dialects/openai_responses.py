@@ -13,11 +13,11 @@ from typing import Any
 
 import msgspec
 
-from polynya.dialects import responses_reply
+from polynya.dialects import media, responses_reply
 from polynya.dialects.base import BadRequest, WireError
 from polynya.dialects.history import History
 from polynya.dialects.neutral import ChatMessage, ChatReply, ChatRequest, ReplyHead, Role, SamplingParams, ToolCall
-from polynya.dialects.responses_tools import ToolBox, tool_box, upstream_name
+from polynya.dialects.responses_tools import tool_box, upstream_name
 from polynya.dialects.wire import bounded, chat_message, decode_as, encode, readable
 
 COMPACTION_REQUEST = (
@@ -32,7 +32,7 @@ class _Part(msgspec.Struct):
     refusal: str | None = None
     image_url: str | None = None
     file_data: str | None = None
-    file_url: str | None = None
+    file_id: str | None = None
 
 
 class _Item(msgspec.Struct):
@@ -74,6 +74,8 @@ class _Request(msgspec.Struct):
 class _NamedChoice(msgspec.Struct):
     type: str = ""
     name: str = ""
+    namespace: str | None = None
+    mode: str = "auto"
 
 
 class _Format(msgspec.Struct):
@@ -105,7 +107,9 @@ class OpenAIResponses:
             *(tool for item in items if item.type == "additional_tools" for tool in item.tools),
         ]
         box = tool_box(raw_tools, "tools")
-        messages = _Conversation(box).messages(items)
+        notes = media.Notes()
+        notes.drop("provider_tool", len(box.dropped))
+        messages = _Conversation(notes).messages(items)
         if wire.instructions:
             messages.insert(0, chat_message("system", text=wire.instructions))
         if compaction:
@@ -121,7 +125,7 @@ class OpenAIResponses:
             messages=messages,
             tools=box.specs,
             tools_raw=box.raw(),
-            tool_choice=_choice(wire.tool_choice),
+            tool_choice=_choice(wire.tool_choice, notes),
             response_format=_response_format(wire.text),
             parallel_tool_calls=wire.parallel_tool_calls,
             sampling=bounded(
@@ -134,23 +138,25 @@ class OpenAIResponses:
             stored=wire.store is not False,
             previous_response_id=wire.previous_response_id or "",
             compaction=compaction,
+            images=notes.images,
+            dropped=notes.dropped,
             leftovers=leftovers,
         )
 
     def render(self, request: ChatRequest, reply: ChatReply, head: ReplyHead) -> bytes:
         return responses_reply.render(request, reply, head)
 
-    def keepalive(self, head: ReplyHead) -> bytes:
-        return responses_reply.in_progress(head)
+    def keepalive(self, head: ReplyHead, number: int = 1) -> bytes:
+        return responses_reply.waiting(head, number)
 
-    def stream(self, request: ChatRequest, reply: ChatReply, head: ReplyHead) -> Iterator[bytes]:
-        return responses_reply.stream(request, reply, head)
+    def stream(self, request: ChatRequest, reply: ChatReply, head: ReplyHead, waited: int = 0) -> Iterator[bytes]:
+        return responses_reply.stream(request, reply, head, waited)
 
     def error(self, error: WireError) -> bytes:
         return responses_reply.error(error)
 
-    def stream_error(self, error: WireError) -> bytes:
-        return responses_reply.stream_error(error)
+    def stream_error(self, error: WireError, head: ReplyHead, waited: int = 0) -> bytes:
+        return responses_reply.stream_error(error, head, waited)
 
     def token_count(self, count: int) -> bytes:
         return encode({"object": "response.input_tokens", "input_tokens": count})
@@ -174,8 +180,8 @@ class _Assistant:
 
 
 class _Conversation:
-    def __init__(self, box: ToolBox) -> None:
-        self._box = box
+    def __init__(self, notes: media.Notes) -> None:
+        self._notes = notes
         self._found: list[ChatMessage] = []
         self._open: _Assistant | None = None
         self._outputs: list[ChatMessage] = []
@@ -192,25 +198,26 @@ class _Conversation:
             case "message":
                 self._message(item, where)
             case "reasoning":
-                self._turn(after_outputs=True).reasoning += [part.text or "" for part in item.summary or []]
+                self._turn(after_outputs=True).reasoning += self._thoughts(item)
             case "function_call" | "custom_tool_call" | "local_shell_call":
                 self._turn(after_outputs=False).calls.append(self._call(item))
             case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
-                self._outputs.append(_output(item, where))
+                self._outputs.append(self._output(item, where))
             case "compaction" | "compaction_summary":
                 self._close()
                 self._found.append(chat_message("user", text=_summary(item)))
-            case "additional_tools" | "compaction_trigger" | "item_reference":
+            case "additional_tools" | "compaction_trigger":
                 pass
             case other:
-                raise BadRequest(f"{where}.type: {other!r} is not served", field=f"{where}.type")
+                fix = "send the item itself" if other == "item_reference" else "leave it out"
+                raise BadRequest(f"{where}.type: {other!r} is not served; {fix}", field=f"{where}.type")
 
     def _message(self, item: _Item, where: str) -> None:
         role = _ROLES.get(item.role or "")
         if role is None:
             known = ", ".join(_ROLES)
             raise BadRequest(f"{where}.role: {item.role!r} is unknown; use one of {known}", field=f"{where}.role")
-        text, parts = _content(item.content, where)
+        text, parts = self._content(item.content, f"{where}.content")
         if role == "assistant":
             self._turn(after_outputs=True).texts.append(text)
             return
@@ -237,35 +244,41 @@ class _Conversation:
             return ToolCall(id=item.call_id, name="local_shell", arguments=bytes(item.action).decode())
         return ToolCall(id=item.call_id, name=upstream_name(item.name, item.namespace or ""), arguments=item.arguments)
 
+    def _thoughts(self, item: _Item) -> list[str]:
+        """The readable text of a reasoning item, summed up or whole; what is only encrypted is another model's."""
+        content = item.content if isinstance(item.content, list) else []
+        texts = [part.text for part in [*(item.summary or content)] if part.text]
+        if not texts and item.encrypted_content:
+            self._notes.drop("foreign_reasoning")
+        return texts
 
-def _content(content: str | list[_Part] | None, where: str) -> tuple[str, list[dict[str, Any]] | None]:
-    """The text, and content parts when there is media."""
-    if not isinstance(content, list):
-        return content or "", None
-    parts = [_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
-    text = "\n".join(part["text"] for part in parts if part["type"] == "text" and part["text"])
-    return text, None if all(part["type"] == "text" for part in parts) else parts
+    def _output(self, item: _Item, where: str) -> ChatMessage:
+        text, parts = self._content(item.output, f"{where}.output")
+        return chat_message("tool", text=text, parts=parts, tool_call_id=item.call_id)
+
+    def _content(self, content: str | list[_Part] | None, where: str) -> tuple[str, list[dict[str, Any]] | None]:
+        """The text, and content parts when there are images."""
+        if not isinstance(content, list):
+            return content or "", None
+        parts = [_part(part, f"{where}[{i}]", self._notes) for i, part in enumerate(content)]
+        text = "\n".join(part["text"] for part in parts if part["type"] == "text" and part["text"])
+        return text, None if all(part["type"] == "text" for part in parts) else parts
 
 
-def _part(part: _Part, where: str) -> dict[str, Any]:
+def _part(part: _Part, where: str, notes: media.Notes) -> dict[str, Any]:
     match part.type:
         case "input_text" | "output_text" | "text" | "summary_text":
             return {"type": "text", "text": part.text or ""}
         case "refusal":
             return {"type": "text", "text": part.refusal or ""}
-        case "input_image" if part.image_url:
-            return {"type": "image_url", "image_url": {"url": part.image_url}}
-        case "input_file" if part.file_data or part.file_url:
-            return {"type": "file", "file": {"file_data": part.file_data or part.file_url}}
+        case "input_image" | "input_file" if part.file_id:
+            raise media.unserved(f"{where}.file_id", f"the stored file {part.file_id!r}")
+        case "input_image":
+            return media.image(notes, part.image_url or "", where)
+        case "input_file":
+            return media.data_url(notes, part.file_data or "", where)
         case other:
             raise BadRequest(f"{where}.type: {other!r} is not served", field=f"{where}.type")
-
-
-def _output(item: _Item, where: str) -> ChatMessage:
-    if not isinstance(item.output, list):
-        return chat_message("tool", text=item.output or "", tool_call_id=item.call_id)
-    text, parts = _content(item.output, f"{where}.output")
-    return chat_message("tool", text=text, parts=parts, tool_call_id=item.call_id)
 
 
 def _summary(item: _Item) -> str:
@@ -277,13 +290,19 @@ def _summary(item: _Item) -> str:
     return f"Summary of the conversation so far:\n{text}"
 
 
-def _choice(raw: msgspec.Raw) -> msgspec.Raw | None:
+def _choice(raw: msgspec.Raw, notes: media.Notes) -> msgspec.Raw | None:
     if bytes(raw) == b"null":
         return None
     choice = decode_as(_choice_decoder, raw, "tool_choice")
     if isinstance(choice, str):
         return msgspec.Raw(encode(choice))
-    return msgspec.Raw(encode({"type": "function", "function": {"name": choice.name}})) if choice.name else None
+    if choice.type == "allowed_tools":
+        return msgspec.Raw(encode(choice.mode))
+    if not choice.name:
+        notes.drop("provider_tool_choice")
+        return None
+    name = upstream_name(choice.name, choice.namespace or "")
+    return msgspec.Raw(encode({"type": "function", "function": {"name": name}}))
 
 
 def _response_format(text: _Text | None) -> msgspec.Raw | None:

@@ -19,18 +19,21 @@ def render(request: ChatRequest, reply: ChatReply, head: ReplyHead) -> bytes:
     return encode(_response(head, reply, _items(request, reply, head)))
 
 
-def in_progress(head: ReplyHead) -> bytes:
-    """The no-op event of a stream that waits."""
-    return event("response.in_progress", {"type": "response.in_progress", "response": _response(head, None, [])})
+def waiting(head: ReplyHead, number: int) -> bytes:
+    """The no-op event of a stream that waits: it was created, then it is in progress."""
+    kind = "response.in_progress" if number else "response.created"
+    return event(kind, {"type": kind, "sequence_number": number, "response": _response(head, None, [])})
 
 
-def stream(request: ChatRequest, reply: ChatReply, head: ReplyHead) -> Iterator[bytes]:
-    numbers = itertools.count()
+def stream(request: ChatRequest, reply: ChatReply, head: ReplyHead, waited: int) -> Iterator[bytes]:
+    """``waited``: events that were sent already; the numbers go on, and the response is not created twice."""
+    numbers = itertools.count(waited)
 
     def send(kind: str, **fields: Any) -> bytes:
         return event(kind, {"type": kind, "sequence_number": next(numbers), **fields})
 
-    yield send("response.created", response=_response(head, None, []))
+    if not waited:
+        yield send("response.created", response=_response(head, None, []))
     yield send("response.in_progress", response=_response(head, None, []))
     items = _items(request, reply, head)
     for index, item in enumerate(items):
@@ -73,12 +76,12 @@ def error(error: WireError) -> bytes:
     return encode({"error": _error_object(error)})
 
 
-def stream_error(error: WireError) -> bytes:
-    failed = {
-        "id": "resp_failed", "object": "response", "status": "failed", "output": [],
-        "error": {"code": _code(error) or "server_error", "message": error.message},
-    }  # fmt: skip
-    return event("response.failed", {"type": "response.failed", "sequence_number": 0, "response": failed})
+def stream_error(error: WireError, head: ReplyHead, waited: int) -> bytes:
+    why = {"code": _code(error) or "server_error", "message": error.message}
+    failed = _response(head, None, []) | {"status": "failed", "error": why}
+    opening = b"" if waited else waiting(head, 0)
+    sent = {"type": "response.failed", "sequence_number": max(waited, 1), "response": failed}
+    return opening + event("response.failed", sent)
 
 
 def _item_events(send: Any, index: int, item: dict[str, Any]) -> Iterator[bytes]:
@@ -191,7 +194,7 @@ def _response(head: ReplyHead, reply: ChatReply | None, items: list[dict[str, An
         usage = reply.usage
         response["usage"] = {
             "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": usage.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,

@@ -79,7 +79,12 @@ def _add(box: ToolBox, tool: _Tool, where: str, namespace: str) -> None:
             _put(box, named, where, namespace, "local_shell", encode(_SHELL_SCHEMA))
         case "namespace":
             for i, raw in enumerate(tool.tools):
-                _add(box, decode_as(_tool, raw, f"{where}.tools[{i}]"), f"{where}.tools[{i}]", tool.name)
+                nested = decode_as(_tool, raw, f"{where}.tools[{i}]")
+                if i == 0 and tool.description:
+                    # what is said of the whole namespace has no other place upstream
+                    both = f"{tool.description}\n\n{nested.description or ''}".rstrip()
+                    nested = msgspec.structs.replace(nested, description=both)
+                _add(box, nested, f"{where}.tools[{i}]", tool.name)
         case other:
             box.dropped.append(other)
 

@@ -52,6 +52,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: bool = False
     token_in: bool = False
     """A prompt can be given as ids, with the reply still parsed."""
+    images: bool = False
+    """Image parts of a message reach the model."""
     logprob_kind: str = "unknown"
     tool_parser: str | None = None
     model_sha256: str | None = None

@@ -1,7 +1,7 @@
 """What an OpenAI-compatible server is and can do, found by asking it: kind, model, ids, logprobs, prompts as ids.
 
 Invariant: nothing is believed from a version number; each capability is seen in an answer to a one-token call. What cannot
-be decided stays unknown (``logprob_kind``) or off. Costs at most eight one-token calls at start.
+be decided stays unknown (``logprob_kind``) or off. Costs at most ten one-token calls at start.
 """
 
 from __future__ import annotations
@@ -24,6 +24,12 @@ from polynya.schema import Int32Array
 PROBE_TEXT = "The quick brown fox: 0123, naïve café 🙂 漢字\n\tdef f(x):\n        return x"
 """``tokenizer_sha256`` is over the ids of this text, comma-separated: it tells tokenizers apart, it is not the file's hash."""
 _QUESTIONS = ("Tell me a story.", "Name any thing at all.", "Write a random word.")
+_IMAGE = (
+    "data:image/png;base64,"
+    "iVBORw0KGgoAAAANSUhEUgAAAEAAAABACAIAAAAlC+aJAAAAT0lEQVR42u3PQQkAAAgEsItmNKMZzQi+hcEKLF3zWgQEBAQEBAQE"
+    "BAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQELgsfAgFp1e18twAAAABJRU5ErkJggg=="
+)
+"""64 × 64 pixels of one colour: some processors refuse smaller ones."""
 _SAME = 0.02
 """Numerics of two runs of one prompt differ by less."""
 _OTHER = 0.1
@@ -73,6 +79,7 @@ async def probe(http: EngineHttp, asked_model: str | None) -> tuple[EngineInfo, 
         token_ids=with_ids,
         logprobs=with_logprobs,
         token_in=token_in,
+        images=await _takes_images(http, flavour, card.id),
         logprob_kind=await _logprob_kind(http, flavour, card.id) if with_ids and with_logprobs else "unknown",
         tokenizer_sha256=fingerprint,
         stop_ids=await _turn_end(http, flavour, card.id),
@@ -126,7 +133,7 @@ async def _ask(
     flavour: Flavour,
     model: str,
     *,
-    question: str = _QUESTIONS[0],
+    question: Any = _QUESTIONS[0],
     prompt_ids: Int32Array | None = None,
     temperature: float = 1.0,
     bias: dict[str, float] | None = None,
@@ -134,6 +141,21 @@ async def _ask(
     chat = ChatRequest(dialect="chat", model=model, messages=[chat_message("user", text=question)])
     sampling = EffectiveSampling(temperature=temperature, max_tokens=1, seed=1, logit_bias=bias)
     return await call(http, flavour, model, EngineRequest(chat=chat, sampling=sampling, prompt_ids=prompt_ids))
+
+
+async def _takes_images(http: EngineHttp, flavour: Flavour, model: str) -> bool:
+    """An image must make the prompt longer: a server that leaves it out in silence takes none."""
+    text = {"type": "text", "text": _QUESTIONS[0]}
+    image = {"type": "image_url", "image_url": {"url": _IMAGE}}
+    try:
+        blind = await _ask(http, flavour, model, question=[text])
+        seeing = await _ask(http, flavour, model, question=[text, image])
+    except EngineTimeout:
+        raise
+    except EngineError:
+        # some servers say with a 500 that their model has no eyes
+        return False
+    return seeing.reply.usage.prompt_tokens > blind.reply.usage.prompt_tokens
 
 
 async def _takes_ids(http: EngineHttp, flavour: Flavour, model: str, prompt: Int32Array | None) -> bool:

@@ -16,7 +16,7 @@ import msgspec
 
 from polynya.config import GatewaySettings
 from polynya.dialects import responses_reply
-from polynya.dialects.base import BadRequest, Dialect, Fault, Route, WireError, route
+from polynya.dialects.base import BadRequest, Dialect, Fault, Route, WireError, likely_dialect, route
 from polynya.dialects.neutral import ChatRequest, ReplyHead
 from polynya.dialects.registry import DIALECTS
 from polynya.gateway.calls import Answer, CallFailed, CallRun, Calls, body_digest
@@ -110,14 +110,15 @@ class GatewayApp:
         if path in ("/healthz", "/health"):
             await exchange.reply(200, b'{"status":"ok"}')
             return
-        if path in ("", "/") and exchange.method in ("HEAD", "GET"):
+        if exchange.method == "HEAD" or (path in ("", "/") and exchange.method == "GET"):
             self.side_requests["probe"] += 1
             await exchange.reply(200, b'{"polynya":"gateway"}')
             return
         found = route(exchange.method, path, exchange.headers)
-        dialect = DIALECTS.get(found.dialect if found else "openai_chat", DIALECTS["openai_chat"])
+        dialect = DIALECTS[found.dialect if found else likely_dialect(path, exchange.headers)]
         session = self._keyring.find(key)
         if isinstance(session, Fault):
+            self.side_requests["ended_key" if session == Fault.GONE else "unknown_key"] += 1
             await _refuse(exchange, dialect, _key_error(session))
         elif found is None:
             served = "/v1/chat/completions, /v1/responses, /v1/messages, /v1beta/models/MODEL:generateContent"
@@ -154,6 +155,9 @@ class GatewayApp:
     ) -> ChatRequest | None:
         """The request with its history, or None when it was refused."""
         try:
+            if (encoding := turn.headers.get("content-encoding", "identity")) != "identity":
+                field = "content-encoding"
+                raise BadRequest(f"{field}: {encoding!r} is not served; send the body as it is", field=field)
             history = session.history(dialect.name)
             if len(body) - history.chars > OFF_LOOP_BYTES:
                 request = await asyncio.to_thread(dialect.parse, body, path, history)
@@ -162,6 +166,11 @@ class GatewayApp:
         except BadRequest as exc:
             session.flags["bad_requests"] += 1
             await _refuse(turn, dialect, WireError(fault=Fault.BAD_REQUEST, message=exc.message, field=exc.field))
+            return None
+        if request.images and not self._calls.takes_images:
+            where = request.images[0]
+            blind = WireError(fault=Fault.BAD_REQUEST, message=f"{where}: the model takes no images", field=where)
+            await _refuse(turn, dialect, blind)
             return None
         continued = session.with_history(request)
         if isinstance(continued, WireError):
@@ -203,6 +212,7 @@ class GatewayApp:
         body: bytes,
         path: str,
     ) -> None:
+        _count_dropped(session, request)
         digest = body_digest(path, body)
         is_retry = any(exchange.headers.get(name, "0") not in ("", "0") for name in _RETRY_HEADERS)
         maker = maker_of(exchange.headers, request)
@@ -240,20 +250,39 @@ class GatewayApp:
             await _refuse(exchange, dialect, early)
             return None
         await exchange.begin_events()
-        waiting = ReplyHead(reply_id="chatcmpl-waiting", created=int(self._clock()), model=request.model)
+        session.streams += 1
+        stream_id = f"chatcmpl-{session.session_id}.s{session.streams}"
+        waiting = ReplyHead(reply_id=stream_id, created=int(self._clock()), model=request.model)
+        waited = 0
         while not run.task.done() and not gone.done():
             if not await _first(run, gone, self._settings.keepalive_seconds) and not gone.done():
-                await exchange.event(dialect.keepalive(waiting))
+                await exchange.event(dialect.keepalive(waiting, waited))
+                waited += 1
         if gone.done():
             return None
         answer = _outcome(run, session)
         if isinstance(answer, WireError):
-            await exchange.end_events(dialect.stream_error(answer))
+            await exchange.end_events(dialect.stream_error(answer, waiting, waited))
             return None
-        *events, terminal = dialect.stream(request, answer.reply, answer.head)
+        head = answer.head
+        if waited:
+            # an SDK that was told of a response wants the same one to be completed
+            head = waiting
+            session.also_respond_as(head, answer)
+        *events, terminal = dialect.stream(request, answer.reply, head, waited)
         await exchange.event(b"".join(events))
         await exchange.end_events(terminal)
         return answer
+
+
+def _count_dropped(session: GatewaySession, request: ChatRequest) -> None:
+    """What the model will not see is in the session's flags; a field that is ignored is logged, once."""
+    for rule, count in request.dropped.items():
+        session.flags[f"dropped_{rule}"] += count
+    if not request.leftovers.keys() <= session.ignored_fields:
+        names = sorted(request.leftovers.keys() - session.ignored_fields)
+        session.ignored_fields.update(names)
+        _log.info("session %s: fields without a use here: %s", session.session_id, ", ".join(names))
 
 
 def _outcome(run: CallRun, session: GatewaySession) -> Answer | WireError:

@@ -93,6 +93,10 @@ class Calls:
         self._settings = settings
         self._clock = clock
 
+    @property
+    def takes_images(self) -> bool:
+        return self._engine.info.images
+
     def start(
         self,
         session: GatewaySession,

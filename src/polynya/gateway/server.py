@@ -27,20 +27,43 @@ from polynya.gateway.calls import Calls
 from polynya.gateway.protocol import GatewayProtocol
 from polynya.gateway.sessions import GatewaySession, Keyring, SessionGrant
 
+_LAST_REPLIES_SECONDS = 5.0
+_CLOSING_STEPS = 4
+"""Turns of the event loop until a connection that was told to close is closed."""
 _IDLE_SECONDS = 600
 """How long an idle client connection is kept: agents think and run tools for minutes between calls."""
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its own signal handlers, and with an event for readiness."""
+    """uvicorn without signal handlers and without polling: it is ready, and it ends, when an event says so."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.ready = asyncio.Event()
+        self.stopping = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.ready.set()
+
+    async def main_loop(self) -> None:
+        await self.stopping.wait()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Replies under way are finished, within ``_LAST_REPLIES_SECONDS``."""
+        for server in self.servers:
+            server.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        if self.server_state.tasks:
+            await asyncio.wait(self.server_state.tasks, timeout=_LAST_REPLIES_SECONDS)
+        late = list(self.server_state.tasks)
+        for task in late:
+            task.cancel("the gateway ends")
+        if late:
+            await asyncio.wait(late)
+        for _ in range(_CLOSING_STEPS):
+            await asyncio.sleep(0)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -84,7 +107,6 @@ class Gateway:
             log_config=None,
             access_log=False,
             timeout_keep_alive=_IDLE_SECONDS,
-            timeout_graceful_shutdown=5,
             server_header=False,
             date_header=False,
             proxy_headers=False,
@@ -141,7 +163,7 @@ class Gateway:
         for session in list(self._sessions):
             await self.close_session(session)
         if self._server is not None and self._serving is not None:
-            self._server.should_exit = True
+            self._server.stopping.set()
             await self._serving
             self._server = None
 

@@ -20,7 +20,7 @@ from polynya.capture.calls import StoredCall
 from polynya.capture.store import SessionCapture
 from polynya.dialects.base import Fault, WireError
 from polynya.dialects.history import History
-from polynya.dialects.neutral import ChatMessage, ChatRequest
+from polynya.dialects.neutral import ChatMessage, ChatRequest, ReplyHead
 from polynya.dialects.wire import chat_message
 from polynya.gateway.lanes import CompactionWatch
 from polynya.schema import Budgets, SamplingSpec
@@ -61,6 +61,10 @@ class GatewaySession:
         """Replies that the client may ask for again by id."""
         self.flags: Counter[str] = Counter()
         self.compactions = CompactionWatch()
+        self.ignored_fields: set[str] = set()
+        """Fields of its requests that polynya has no use for, each logged once."""
+        self.streams = 0
+        """Streams begun, for the ids of those that wait."""
         self.calls_begun = 0
         self.refused_after_budget = 0
         self.capture_error = ""
@@ -147,6 +151,12 @@ class GatewaySession:
         """The client deletes it: nothing continues it any more. What was captured stays. False: not known."""
         self._responses.pop(response_id, None)
         return self.stored.pop(response_id, None) is not None
+
+    def also_respond_as(self, head: ReplyHead, answer: Answer) -> None:
+        """The answer went out under another id; it is known by both."""
+        history = self._responses.get(f"resp_{answer.head.reply_id}")
+        if history is not None:
+            self._responses[f"resp_{head.reply_id}"] = history
 
     def keep_reply(self, digest: bytes, answer: Answer) -> None:
         self.replies[digest] = answer

@@ -150,6 +150,9 @@ class ScriptedApp:
                 send, 400, "stream: the scripted engine does not stream; send stream: false", "BadRequestError"
             )
             return
+        if not self.script.images and tokens.MEDIA in self._render(body.messages, body.tools):
+            await _error(send, 400, f"{self.script.model} is not a multimodal model", "BadRequestError")
+            return
         try:
             planned = self._plan(body, headers.get("x-session-id", ""))
         except ContextOverflow as exc:

@@ -38,6 +38,7 @@ class ScriptedEngine:
             token_ids=True,
             logprobs=True,
             token_in=script.token_in,
+            images=script.images,
             logprob_kind=script.logprob_kind,
             tool_parser="scripted",
             stop_ids=[tokens.END],

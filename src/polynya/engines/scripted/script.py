@@ -106,6 +106,8 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
     window: int = 131_072
     token_in: bool = True
     """False: prompt ids in a request are ignored in silence, as older servers do."""
+    images: bool = True
+    """False: image parts are refused, as by a model without eyes."""
     noncanonical: float = 0.0
     """Share of sampled bytes that are ids which ``encode`` never gives."""
     drop_reasoning: bool = False
