@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from polynya.capture.store import recover
-from polynya.engines.scripted import Fault, Script, ScriptedCall, Step
+from polynya.dialects.neutral import ChatRequest
+from polynya.engines.scripted import Fault, Script, ScriptedCall, ScriptedEngine, Step
 from polynya.schema import Budgets, Exclusion, SamplingSpec
 
 MakeRig = Callable[..., Any]
@@ -243,6 +244,25 @@ async def test_max_tokens_beyond_the_window_is_clamped_not_refused(make_rig: Mak
     (call,) = agent.session.capture.calls
     assert status == 200
     assert call.sampling["max_tokens"] == 200 - call.prompt_len
+
+
+async def test_prompt_is_not_counted_again_where_the_call_before_it_tells_that_it_fits(make_rig: MakeRig) -> None:
+    class Counting(ScriptedEngine):
+        counted = 0
+
+        async def count_tokens(self, chat: ChatRequest) -> int:
+            self.counted += 1
+            return await super().count_tokens(chat)
+
+    engine = Counting(Script(steps=[Step(text="x")], window=4_000))
+    rig = await make_rig(engine=engine)
+    agent = await rig.open()
+    first = {"role": "user", "content": "é" * 1000}
+    for messages in ([first], [first, {"role": "assistant", "content": "x"}, {"role": "user", "content": "go on"}]):
+        assert (await agent.post({"model": "m", "messages": messages, "max_tokens": 1_400}))[0] == 200
+    assert engine.counted == 1
+    await agent.post({"model": "m", "messages": [{"role": "user", "content": "é" * 1001}], "max_tokens": 1_400})
+    assert engine.counted == 2
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from polynya.bench.workload import SESSION_MARK, SESSION_TEXT, Call, Variant, Workload, source_text
+from polynya.bench.workload import SESSION_MARK, SESSION_TEXT, Call, Variant, Workload, source_text, tool_call_id
 
 _encode = msgspec.json.Encoder().encode
 _MOVING = {"cache_control": {"type": "ephemeral"}}
@@ -84,7 +84,8 @@ def _script(variant: Variant) -> _Script:
         said, arguments = variant.reply_texts((index - before) % spec.turns)
         own = len(_encode(said)) + len(_encode(arguments)) + 330
         result = source_text(rng, max(100, spec.growth_bytes - own))
-        turns.append(_Turn(said, arguments, f"toolu_{variant.number:04d}{index:012d}", result))
+        own_id = f"toolu_{variant.number:04d}{index:012d}" if index < before else tool_call_id(index - before)
+        turns.append(_Turn(said, arguments, own_id, result))
     return _Script(source_text(rng, fixed // 3), tools, ask, turns, before)
 
 

@@ -93,6 +93,10 @@ class Expected(msgspec.Struct, frozen=True):
     logprobs: Float32Array
 
 
+def tool_call_id(turn: int) -> str:
+    return f"chatcmpl-tool-{turn:016x}"
+
+
 class _Pieces:
     """Token texts, with the JSON of a logprobs entry for each, made once."""
 
@@ -145,7 +149,7 @@ class Variant:
         """Content, and the arguments of the one tool call."""
         texts = [pieces().texts[pick] for pick in self.picks[turn]]
         said = len(texts) * 6 // 10
-        arguments = {"file_path": f"/work/src/module_{turn}.py", "content": "".join(texts[said:])}
+        arguments = {"file_path": f"/repo/src/module_{turn}.py", "content": "".join(texts[said:])}
         return "".join(texts[:said]), _encode(arguments).decode()
 
     def answer(self, call: Call, number: int) -> list[bytes | memoryview]:
@@ -174,7 +178,7 @@ class Variant:
             return made
         end, sampled = self.spec.prompt_length(turn), self.spec.sampled
         content, arguments = self.reply_texts(turn)
-        call = {"id": f"chatcmpl-tool-{turn:016x}", "type": "function"}
+        call = {"id": tool_call_id(turn), "type": "function"}
         call_json = _encode({**call, "function": {"name": "Write", "arguments": arguments}})
         entries = pieces().entries
         made = b"".join(

@@ -34,28 +34,50 @@ class StoredCall:
         self._context_text: bytes | None = None
         self._context_len = 0
         self._sampled = EMPTY_IDS
+        self._sampled_text: bytes | None = None
+        self._sampled_len = 0
         self._logprobs = EMPTY_LOGPROBS
 
-    def complete(self, record: CallOutcome, id_base: StoredCall | None, context_text: bytes | None = None) -> None:
+    def complete(
+        self,
+        record: CallOutcome,
+        id_base: StoredCall | None,
+        *,
+        context_text: bytes | None = None,
+        sampled_text: bytes | None = None,
+    ) -> None:
         """Take the outcome; the arrays stay views of the record's bytes.
 
-        ``context_text``: the context as printed. Then that is kept, since the calls that follow are compared in this form,
-        and the ids are read from it when they are asked for.
+        ``context_text``, ``sampled_text``: the ids as printed. Then that is kept, since the calls that follow are compared
+        in this form, and the ids are read from it when they are asked for.
         """
         self._context_len = len(record.context) // EMPTY_IDS.itemsize
-        self._context_text = context_text
+        self._sampled_len = len(record.sampled) // EMPTY_IDS.itemsize
+        self._context_text, self._sampled_text = context_text, sampled_text
         if context_text is None:
             self._context = np.frombuffer(record.context, dtype="<i4")
-        self._sampled = np.frombuffer(record.sampled, dtype="<i4")
+        if sampled_text is None:
+            self._sampled = np.frombuffer(record.sampled, dtype="<i4")
         self._logprobs = np.frombuffer(record.logprobs, dtype="<f4")
         self.outcome_record = msgspec.structs.replace(record, context=b"", sampled=b"", logprobs=b"")
         self.ended_at = record.at
         self._id_base = id_base
         self._keep = record.keep
 
+    def echoed(self, message: bytes) -> None:
+        """A later request holds its reply: the same bytes are held once."""
+        record = self.outcome_record
+        if record is not None and record.reply == message:
+            self.outcome_record = msgspec.structs.replace(record, reply=message)
+
     @property
     def call_id(self) -> str:
         return self.intent.call_id
+
+    @property
+    def message_base(self) -> StoredCall | None:
+        """The call whose messages this one's begin with."""
+        return self._message_base
 
     @property
     def index(self) -> int:
@@ -88,7 +110,12 @@ class StoredCall:
 
     @property
     def sampled_ids(self) -> Int32Array:
-        return self._sampled
+        return self._sampled if self._sampled_text is None else reread(self._sampled_text)
+
+    @property
+    def total_len(self) -> int:
+        """Ids of prompt and reply."""
+        return self._keep + self._context_len + self._sampled_len
 
     @property
     def logprobs(self) -> Float32Array:
@@ -97,7 +124,7 @@ class StoredCall:
     @property
     def sampled_count(self) -> int:
         record = self.outcome_record
-        return 0 if record is None else max(len(self._sampled), 0 if record.has_ids else record.usage[1])
+        return 0 if record is None else max(self._sampled_len, 0 if record.has_ids else record.usage[1])
 
     @property
     def prompt_len(self) -> int:
@@ -132,13 +159,13 @@ class StoredCall:
                 return ids
             base_prompt = base._keep + base._context_len
             if end > base_prompt:
-                ids[base_prompt:end] = base._sampled[: end - base_prompt]
+                ids[base_prompt:end] = base.sampled_ids[: end - base_prompt]
                 end = base_prompt
             call = base
 
     @property
     def full_ids(self) -> Int32Array:
-        return np.concatenate([self.prompt_ids, self._sampled])
+        return np.concatenate([self.prompt_ids, self.sampled_ids])
 
     @property
     def messages(self) -> list[bytes]:

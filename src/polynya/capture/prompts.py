@@ -62,7 +62,7 @@ def longest_match(prompt: PrintedIds, leaves: Sequence[Leaf]) -> Match | None:
         found = _match(prompt, leaf)
         if found is not None and (best is None or found.keep > best.keep):
             best = found
-            if found.keep == leaf.call.prompt_len + len(leaf.call.sampled_ids):
+            if found.keep == leaf.call.total_len:
                 break
     return best
 
@@ -78,7 +78,7 @@ def _match(prompt: PrintedIds, leaf: Leaf) -> Match | None:
         return None
     keep = leaf.call.prompt_len
     if leaf.sampled_text and (further := prompt.after(leaf.sampled_text, at)) >= 0:
-        return Match(leaf, keep + len(leaf.call.sampled_ids), further, [*leaf.pieces, leaf.sampled_text])
+        return Match(leaf, leaf.call.total_len, further, [*leaf.pieces, leaf.sampled_text])
     chars = prompt.shared(leaf.sampled_text, at)
     return _ending_within(leaf, keep, at, leaf.pieces, leaf.sampled_text, chars)
 

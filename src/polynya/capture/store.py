@@ -108,14 +108,17 @@ class SessionCapture:
         """Its intent is written."""
         self.begun[call.call_id] = call
         self._recent.appendleft((call, start))
+        base = call.message_base
+        if base is not None and call.intent.messages:
+            base.echoed(call.intent.messages[0])
 
-    def base_of(self, start: CallStart) -> tuple[StoredCall | None, int, bool]:
+    def base_of(self, messages: list[bytes], tools: bytes) -> tuple[StoredCall | None, int, bool]:
         """The recent call that shares most leading messages, how many these are, and whether its tools are the same."""
         best: tuple[StoredCall | None, int, bool] = (None, 0, False)
         for call, theirs in self._recent:
-            shared = shared_messages(start.messages, theirs.messages)
+            shared = shared_messages(messages, theirs.messages)
             if shared > best[1]:
-                best = (call, shared, start.tools == theirs.tools)
+                best = (call, shared, tools == theirs.tools)
             if shared == len(theirs.messages):
                 break
         return best
@@ -153,7 +156,7 @@ class CaptureStore:
             raise CaptureError(f"session {capture.session_id} is sealed", fix="its key is revoked")
         index = capture.next_index
         capture.next_index += 1
-        base, keep, same_tools = capture.base_of(start)
+        base, keep, same_tools = capture.base_of(start.messages, start.tools)
         intent = CallIntent(
             session_id=capture.session_id,
             attempt=capture.attempt,
@@ -220,7 +223,8 @@ class CaptureStore:
             await self._journal.append(record, durable=True)
             return
         written = self._journal.append(record, durable=True)
-        call.complete(record, base, placed.context_text if placed is not None and has_ids else None)
+        context_text, sampled_text = _printed(placed, end)
+        call.complete(record, base, context_text=context_text, sampled_text=sampled_text)
         capture.committed.append(call)
         try:
             await asyncio.shield(written)
@@ -228,10 +232,9 @@ class CaptureStore:
             capture.committed.remove(call)
             call.outcome_record = None
             raise
-        if placed is not None and end.sampled_ids is not None and not capture.sealed and _may_be_extended(end):
-            extended = base if base is not None and keep == base.prompt_len + len(base.sampled_ids) else None
-            sampled_text = end.sampled_text or (print_ids(end.sampled_ids) if placed.pieces else b"")
-            capture.remember_leaf(Leaf(call, placed.pieces, sampled_text), extended)
+        if placed is not None and has_ids and not capture.sealed and _may_be_extended(end):
+            extended = base if base is not None and keep == base.total_len else None
+            capture.remember_leaf(Leaf(call, placed.pieces, sampled_text or b""), extended)
 
     def delivered(self, capture: SessionCapture, call: StoredCall) -> None:
         """The reply reached the client in full. Not waited for: losing this record costs a call's training, no correctness."""
@@ -294,6 +297,13 @@ def _placed(capture: SessionCapture, prompt: Int32Array | Placed | None) -> Plac
     if prompt is None or isinstance(prompt, Placed):
         return prompt
     return place(np.ascontiguousarray(prompt, dtype=np.int32), capture.leaves())
+
+
+def _printed(placed: Placed | None, end: CallEnd) -> tuple[bytes | None, bytes | None]:
+    """Context and sampled ids as text, where the prompt came so; else None."""
+    if placed is None or end.sampled_ids is None or not placed.pieces:
+        return None, None
+    return placed.context_text, end.sampled_text or print_ids(end.sampled_ids)
 
 
 def _may_be_extended(end: CallEnd) -> bool:

@@ -111,9 +111,17 @@ class History(Generic[T]):
             return None
         return Cut(body, body[:start] + body[rest:], start, run.values[: best.count], end, run, kept)
 
-    def remember(self, cut: Cut[T], raws: Sequence[msgspec.Raw], values: Sequence[T]) -> None:
-        """The elements of ``cut.body`` (``raws``, in order) were parsed to ``values``. A failed search forgets nothing."""
+    def remember(self, cut: Cut[T], raws: Sequence[msgspec.Raw], values: list[T]) -> None:
+        """The elements of ``cut.body`` (``raws``, in order) were parsed to ``values``. A failed search forgets nothing.
+
+        A value that equals what the element was before (its bytes changed, what it says did not) is replaced by that in
+        ``values``, so that a session holds it once.
+        """
         known = len(cut.values)
+        if cut.run is not None:
+            for i, before in enumerate(cut.run.values[known : known + len(values)]):
+                if values[i] == before:
+                    values[i] = before
         total = known + len(raws)
         wanted = {total - back for back in _BACK} | {known + 1 if not known else 0}
         checkpoints = [point for point in cut.run.checkpoints if point.count <= known] if cut.run is not None else []

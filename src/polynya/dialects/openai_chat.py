@@ -28,7 +28,7 @@ from polynya.dialects.neutral import (
     Usage,
     WireMessage,
 )
-from polynya.dialects.wire import bounded, decode_as, encode, pieces, read_with
+from polynya.dialects.wire import bounded, decode_as, encode, kept, pieces, read_with
 
 _NULL = msgspec.Raw(b"null")
 
@@ -233,7 +233,7 @@ def _parse_message(raw: msgspec.Raw, where: str) -> media.Read[ChatMessage]:
     notes = media.Notes()
     parts = _rewritten(wire.content, where, notes) if isinstance(wire.content, list) else None
     changed = ({"role": role} if role != wire.role else {}) | ({"content": parts} if parts is not None else {})
-    whole = encode(_object.decode(raw) | changed) if changed else bytes(raw)
+    whole = kept(_object.decode(raw) | changed) if changed else bytes(raw)
     return media.Read(ChatMessage(role=role, raw=whole, media=len(notes.images)), notes.taken)
 
 

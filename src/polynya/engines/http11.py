@@ -22,7 +22,7 @@ import msgspec
 
 IDLE_SECONDS = 60.0
 """An unused connection is closed after this; servers close theirs after 5 to 75 s, which is noticed."""
-_SCRATCH = 64 * 1024
+_SCRATCH = 16 * 1024
 _MAX_HEAD = 256 * 1024
 _MAX_BODY = 1024 * 1024 * 1024
 _HEAD_END = b"\r\n\r\n"
@@ -172,7 +172,6 @@ class _Connection(asyncio.BufferedProtocol):
     async def exchange(self, parts: Sequence[bytes], read_timeout: float, *, bodiless: bool) -> Reply:
         if self._transport is None or self.closed:
             raise ConnectionLost(self._lost or "closed", started=False)
-        self._head.clear()
         self._status, self._framed, self._bodiless, self.reusable = 0, None, bodiless, False
         self._waiter = self._loop.create_future()
         self._heard = self._loop.time()
@@ -184,6 +183,7 @@ class _Connection(asyncio.BufferedProtocol):
             self._timer.cancel()
             self._waiter = None
             self._body = self._view = None
+            self._head = bytearray()
 
     def abort(self) -> None:
         if self._transport is not None and not self.closed:

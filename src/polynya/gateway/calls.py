@@ -21,6 +21,7 @@ from polynya.config import GatewaySettings
 from polynya.dialects.base import Fault, WireError
 from polynya.dialects.neutral import ChatReply, ChatRequest, ReplyHead, Usage
 from polynya.dialects.openai_chat import assistant_message
+from polynya.dialects.wire import kept
 from polynya.engines.base import EffectiveSampling, Engine, EngineReply, EngineRequest
 from polynya.errors import (
     CaptureError,
@@ -42,7 +43,6 @@ _BYTES_PER_TOKEN = 2
 """No real tokenizer packs prose or JSON looser than this, so a body of n bytes holds at most n / 2 prompt tokens."""
 _OFF_LOOP_PRINT = 64 * 1024
 """Characters of printed ids above which they are read in a thread (they take about 4 ns each)."""
-_encode = msgspec.json.Encoder().encode
 MAIN = Maker()
 
 
@@ -151,7 +151,10 @@ class Calls:
             if not session.compactions.allows(maker):
                 raise self._compacts_for_ever(session)
             session.calls_begun += 1
-            sampling = await self._clamped(request, effective(request.sampling, session.grant.sampling), body_size)
+            messages = [message.raw for message in request.messages]
+            tools = bytes(request.tools_raw) if request.tools_raw is not None else b"[]"
+            at_most = min(body_size // _BYTES_PER_TOKEN, _prompt_bound(session.capture, messages, tools))
+            sampling = await self._clamped(request, effective(request.sampling, session.grant.sampling), at_most)
             start = CallStart(
                 dialect=request.dialect,
                 lane=maker.lane,
@@ -160,8 +163,8 @@ class Calls:
                 parent_agent=maker.parent_agent,
                 model=request.model,
                 body_digest=digest,
-                messages=[message.raw for message in request.messages],
-                tools=bytes(request.tools_raw) if request.tools_raw is not None else b"[]",
+                messages=messages,
+                tools=tools,
                 sampling=msgspec.to_builtins(sampling),
             )
             try:
@@ -221,12 +224,15 @@ class Calls:
         fault = Fault.STORAGE_FULL if isinstance(error, DiskFull) else Fault.INTERNAL
         return CallFailed(WireError(fault=fault, message=str(error)))
 
-    async def _clamped(self, request: ChatRequest, sampling: EffectiveSampling, body_size: int) -> EffectiveSampling:
-        """``max_tokens`` beyond the window is clamped, not refused; the prompt is counted only where it can matter."""
+    async def _clamped(self, request: ChatRequest, sampling: EffectiveSampling, at_most: int) -> EffectiveSampling:
+        """``max_tokens`` beyond the window is clamped, not refused; the prompt is counted only where it can matter.
+
+        ``at_most``: prompt tokens that it cannot exceed.
+        """
         window = self._engine.info.window
         if window is None or sampling.max_tokens is None:
             return sampling
-        if body_size // _BYTES_PER_TOKEN + sampling.max_tokens <= window:
+        if at_most + sampling.max_tokens <= window:
             return sampling
         try:
             room = window - await self._engine.count_tokens(request)
@@ -273,6 +279,14 @@ def wire_error_of(error: EngineError) -> WireError:
             return WireError(fault=Fault.UNAVAILABLE, message=error.message, retry_after=error.retry_after)
         case _:
             return WireError(fault=Fault.INTERNAL, message=error.message)
+
+
+def _prompt_bound(capture: SessionCapture, messages: list[bytes], tools: bytes) -> int:
+    """Tokens that a prompt of these messages cannot exceed, by what the call before it was counted at."""
+    base, keep, same_tools = capture.base_of(messages, tools)
+    if base is None or not same_tools or not base.prompt_len:
+        return sum(map(len, messages)) + len(tools)
+    return base.prompt_len + sum(map(len, messages[keep:])) // _BYTES_PER_TOKEN
 
 
 async def _placed(capture: SessionCapture, reply: EngineReply) -> Placed | None:
@@ -328,7 +342,7 @@ def _end_of(
         exclusion=verdict.exclusion,
         exclusion_at=verdict.position,
         exclusion_detail=verdict.detail,
-        reply=_encode(message),
+        reply=kept(message),
         upstream_id=reply.upstream_id,
         flags=reply.flags,
     )

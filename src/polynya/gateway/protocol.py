@@ -18,7 +18,7 @@ DIRECT_BYTES = 64 * 1024 * 1024
 """Pages of a buffer cost memory only when they are written, so a client that lies about its length gains nothing."""
 GONE = "polynya.gone"
 """Extension of the ASGI scope: a future that is done when the connection is lost."""
-_SCRATCH = 64 * 1024
+_SCRATCH = 16 * 1024
 _SMALL = 16 * 1024
 """Bodies up to this come whole in one read; nothing is gained."""
 
