@@ -30,6 +30,18 @@ def test_another_spelling_of_the_same_ids_is_not_canonical(text: bytes) -> None:
     assert not is_canonical(text)
 
 
+@pytest.mark.parametrize("ids", [[7] * 9000, [7] * 9001, [0, 7] * 4500, [10] * 9000])
+def test_long_lists_are_read_as_short_ones(ids: list[int]) -> None:
+    text = text_of(ids)
+    found = read_ids(text)
+    assert found is not None and found.tolist() == ids
+    assert is_canonical(text)
+    for odd in (b"", b"5,"):
+        assert not is_canonical(odd + text + b",07")
+    with pytest.raises(ValueError, match="no list of integers"):
+        read_ids(text + b",")
+
+
 def test_zero_is_canonical() -> None:
     assert is_canonical(b"0,10,0")
 

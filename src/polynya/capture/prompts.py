@@ -13,7 +13,7 @@ import msgspec
 
 from polynya.capture.calls import StoredCall
 from polynya.schema import Int32Array
-from polynya.tokens.printed import PrintedIds, is_canonical, offset_of, read_ids
+from polynya.tokens.printed import PrintedIds, ids_in, is_canonical, offset_of, read_ids
 from polynya.tokens.validate import common_prefix
 
 
@@ -85,7 +85,7 @@ def _match(prompt: PrintedIds, leaf: Leaf) -> Match | None:
 
 def _match_within(prompt: PrintedIds, leaf: Leaf, i: int, at: int) -> Match | None:
     """The prompt goes other ways within the ``i``-th piece, which stands at ``at``."""
-    keep = sum(piece.count(b",") + 1 for piece in leaf.pieces[:i])
+    keep = sum(map(ids_in, leaf.pieces[:i]))
     piece = leaf.pieces[i]
     found = _ending_within(leaf, keep, at, leaf.pieces[:i], piece, prompt.shared(piece, at))
     return found if found.keep else None
@@ -94,7 +94,8 @@ def _match_within(prompt: PrintedIds, leaf: Leaf, i: int, at: int) -> Match | No
 def _ending_within(leaf: Leaf, keep: int, at: int, held: list[bytes], piece: bytes, chars: int) -> Match:
     if not chars:
         return Match(leaf, keep, at, held)
-    return Match(leaf, keep + piece.count(b",", 0, chars) + 1, at + chars + 1, [*held, piece[:chars]])
+    shared = piece[:chars]
+    return Match(leaf, keep + ids_in(shared), at + chars + 1, [*held, shared])
 
 
 def place(prompt: Int32Array | PrintedIds, leaves: Sequence[Leaf], match: Match | None = None) -> Placed | None:

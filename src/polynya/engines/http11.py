@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import httptools
 import msgspec
+import numpy as np
 
 IDLE_SECONDS = 60.0
 """An unused connection is closed after this; servers close theirs after 5 to 75 s, which is noticed."""
@@ -156,7 +157,6 @@ class _Connection(asyncio.BufferedProtocol):
         self._head = bytearray()
         self._status = 0
         self._headers: dict[str, str] = {}
-        self._body: bytearray | None = None
         self._view: memoryview | None = None
         self._at = 0
         self._framed: _Framed | None = None
@@ -182,7 +182,7 @@ class _Connection(asyncio.BufferedProtocol):
         finally:
             self._timer.cancel()
             self._waiter = None
-            self._body = self._view = None
+            self._view = None
             self._head = bytearray()
 
     def abort(self) -> None:
@@ -206,7 +206,7 @@ class _Connection(asyncio.BufferedProtocol):
         elif self._view is not None:
             self._at += nbytes
             if self._at == len(self._view):
-                self._finish(bytes(self._view))
+                self._finish(self._view.tobytes())
         else:
             self._take(bytes(memoryview(self._scratch)[:nbytes]))
 
@@ -263,8 +263,7 @@ class _Connection(asyncio.BufferedProtocol):
         if len(rest) >= size:
             self._finish(rest[:size], reusable=len(rest) == size)
             return
-        self._body = bytearray(size)
-        self._view = memoryview(self._body)
+        self._view = memoryview(np.empty(size, dtype=np.uint8))
         self._view[: len(rest)] = rest
         self._at = len(rest)
 

@@ -12,6 +12,7 @@ import asyncio
 from typing import Any, cast
 
 import httptools
+import numpy as np
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 DIRECT_BYTES = 64 * 1024 * 1024
@@ -26,7 +27,7 @@ _SMALL = 16 * 1024
 class _Http(HttpToolsProtocol):
     """uvicorn's protocol, with the body of the request under way in a buffer of its own."""
 
-    whole: bytearray | None = None
+    whole: memoryview | None = None
     at = 0
     gone: asyncio.Future[None] | None = None
 
@@ -51,7 +52,7 @@ class _Http(HttpToolsProtocol):
             and _SMALL < int(length) <= DIRECT_BYTES
             and not self.parser.should_upgrade()
         ):
-            self.whole, self.at = bytearray(int(length)), 0
+            self.whole, self.at = memoryview(np.empty(int(length), dtype=np.uint8)), 0
 
     def on_body(self, body: bytes) -> None:
         if self.whole is None:
@@ -74,9 +75,9 @@ class _Http(HttpToolsProtocol):
             self.cycle.more_body = False
             self.cycle.message_event.set()
 
-    def _hand_on(self, whole: bytearray) -> None:
+    def _hand_on(self, whole: memoryview) -> None:
         if not self.cycle.response_complete:
-            self.cycle.body = cast("bytearray", bytes(whole))
+            self.cycle.body = cast("bytearray", whole.tobytes())
         self.whole = None
 
 
@@ -104,7 +105,7 @@ class GatewayProtocol(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview | bytearray:
         whole = self._http.whole
-        return self._scratch if whole is None else memoryview(whole)[self._http.at :]
+        return self._scratch if whole is None else whole[self._http.at :]
 
     def buffer_updated(self, nbytes: int) -> None:
         http = self._http
