@@ -263,7 +263,7 @@ class _Connection(asyncio.BufferedProtocol):
         if len(rest) >= size:
             self._finish(rest[:size], reusable=len(rest) == size)
             return
-        self._view = memoryview(np.empty(size, dtype=np.uint8))
+        self._view = np.empty(size, dtype=np.uint8).data
         self._view[: len(rest)] = rest
         self._at = len(rest)
 

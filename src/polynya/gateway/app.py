@@ -10,7 +10,6 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
@@ -269,9 +268,7 @@ class GatewayApp:
             # an SDK that was told of a response wants the same one to be completed
             head = waiting
             session.also_respond_as(head, answer)
-        *events, terminal = dialect.stream(request, answer.reply, head, waited)
-        await exchange.event(b"".join(events))
-        await exchange.end_events(terminal)
+        await exchange.end_events(b"".join(dialect.stream(request, answer.reply, head, waited)))
         return answer
 
 
@@ -306,8 +303,23 @@ def _as_array(exchange: Turn, request: ChatRequest) -> bool:
 
 async def _first(run: CallRun, gone: asyncio.Future[None], timeout: float | None) -> bool:
     """Wait until the call is done (True), the client is gone, or the time is over (False)."""
-    ends: list[asyncio.Future[Any]] = [run.task, gone]
-    await asyncio.wait(ends, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    loop = asyncio.get_running_loop()
+    woken = loop.create_future()
+
+    def wake(_: object = None) -> None:
+        if not woken.done():
+            woken.set_result(None)
+
+    timer = loop.call_later(timeout, wake) if timeout is not None else None
+    run.task.add_done_callback(wake)
+    gone.add_done_callback(wake)
+    try:
+        await woken
+    finally:
+        run.task.remove_done_callback(wake)
+        gone.remove_done_callback(wake)
+        if timer is not None:
+            timer.cancel()
     return run.task.done()
 
 

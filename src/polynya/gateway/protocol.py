@@ -52,7 +52,7 @@ class _Http(HttpToolsProtocol):
             and _SMALL < int(length) <= DIRECT_BYTES
             and not self.parser.should_upgrade()
         ):
-            self.whole, self.at = memoryview(np.empty(int(length), dtype=np.uint8)), 0
+            self.whole, self.at = np.empty(int(length), dtype=np.uint8).data, 0
 
     def on_body(self, body: bytes) -> None:
         if self.whole is None:
