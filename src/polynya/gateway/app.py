@@ -24,6 +24,7 @@ from polynya.gateway.lanes import maker_of
 from polynya.gateway.sessions import GatewaySession, Keyring
 from polynya.gateway.websocket import OFF_LOOP_BYTES, Frame, ResponsesSocket, SocketTurn
 
+_ONE_WRITE = 64 * 1024
 _RETRY_HEADERS = ("x-stainless-retry-count", "x-polynya-retry")
 _log = logging.getLogger("polynya.gateway")
 
@@ -268,7 +269,13 @@ class GatewayApp:
             # an SDK that was told of a response wants the same one to be completed
             head = waiting
             session.also_respond_as(head, answer)
-        await exchange.end_events(b"".join(dialect.stream(request, answer.reply, head, waited)))
+        *events, terminal = dialect.stream(request, answer.reply, head, waited)
+        said = b"".join(events)
+        if len(said) > _ONE_WRITE:
+            # the terminal event waits until the client has taken the rest, else a reply that nobody read counts as delivered
+            await exchange.event(said)
+            said = b""
+        await exchange.end_events(said + terminal)
         return answer
 
 
