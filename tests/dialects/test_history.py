@@ -106,6 +106,34 @@ def test_a_list_that_is_not_the_requests_own_is_not_cut(body: bytes) -> None:
         assert told(dialect.parse(body % known, PATH, history)) == told(dialect.parse(body % known, PATH))
 
 
+@pytest.mark.parametrize(
+    "new",
+    [
+        b'{"role":"user","content":"a"}],"temperature":0.5,"messages":[{"role":"user","content":"b"}',
+        b'{"role":"user","content":"a"}],"temperature":0.5,"x":[1',
+        b'{"role":"user","content":"],\\"max_tokens\\":5}"}',
+        b'{"role":"user","content":"a","x":[[]]} , {"role":"user","content":"b"} ',
+    ],
+)
+def test_a_list_ends_where_the_parser_says_whatever_follows_it(new: bytes) -> None:
+    known = compact({"role": "user", "content": "hello"})
+    for dialect in DIALECTS:
+        history: History[Any] = History(1)
+        dialect.parse(body_of([json.loads(known)]), PATH, history)
+        body = b'{"model":"m","messages":[' + known + b"," + new + b'],"max_tokens":5}'
+        assert told(dialect.parse(body, PATH, history)) == told(dialect.parse(body, PATH))
+
+
+def test_what_stands_around_the_list_is_read_once_while_it_stays_the_same() -> None:
+    history: History[Any] = History(1)
+    messages = [{"role": "user", "content": "hello"}]
+    first = OpenAIChat().parse(body_of(messages, seed=1), PATH, history)
+    again = OpenAIChat().parse(body_of([*messages, *messages], seed=1), PATH, history)
+    other = OpenAIChat().parse(body_of([*messages, *messages], seed=2), PATH, history)
+    assert again.sampling is first.sampling
+    assert (len(again.messages), again.sampling.seed, other.sampling.seed) == (2, 1, 2)
+
+
 @pytest.mark.parametrize("rest", [b"]", b",", b",]", b"}", b"", b" {}]}", b",,{}]}", b",1]}"])
 def test_what_is_no_json_stays_an_error(rest: bytes) -> None:
     known = compact({"role": "user", "content": "hello"})

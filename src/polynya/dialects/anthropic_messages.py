@@ -18,6 +18,7 @@ from polynya.dialects.base import BadRequest, Fault, WireError
 from polynya.dialects.history import History
 from polynya.dialects.neutral import ChatMessage, ChatReply, ChatRequest, ReplyHead, SamplingParams, ToolCall, ToolSpec
 from polynya.dialects.wire import (
+    Reader,
     arguments_object,
     arguments_text,
     bounded,
@@ -28,7 +29,6 @@ from polynya.dialects.wire import (
     function_tools,
     is_ours,
     pieces,
-    read_with,
     sign,
 )
 
@@ -123,46 +123,14 @@ class AnthropicMessages:
     def parse(
         self, body: bytes, path: str, history: History[media.Read[list[ChatMessage]]] | None = None
     ) -> ChatRequest:
-        text, wire, read = read_with(history, body, b'"messages":[', _request, _list_of, _read_message)
+        frame, read = _reader(history, body)
         if not read:
             raise BadRequest("messages: at least one message is required", field="messages")
-        if wire.max_tokens is not None and wire.max_tokens < 1:
-            raise BadRequest(f"max_tokens: {wire.max_tokens} is below 1", field="max_tokens")
-        leftovers: dict[str, Any] = {key: value for key, value in _object.decode(text).items() if key not in _KNOWN}
-        notes = media.Notes()
-        system = _system(wire.system, leftovers, notes)
+        notes = media.Notes(dropped=dict(frame.dropped))
         for each in read:
             notes.add(each.notes)
-        raw_tools = bytes(wire.tools)
-        tools = history.made_from("tools", raw_tools, lambda: _tools(raw_tools)) if history else _tools(raw_tools)
-        if tools.dropped:
-            leftovers["dropped_tools"] = tools.dropped
-            notes.drop("provider_tool", len(tools.dropped))
-        choice = wire.tool_choice
-        return ChatRequest(
-            dialect=self.name,
-            model=wire.model,
-            messages=_merged([*system, *(message for each in read for message in each.value)]),
-            tools=tools.specs,
-            tools_raw=tools.raw,
-            tool_choice=_choice(choice),
-            response_format=_response_format(wire.output_config),
-            parallel_tool_calls=False if choice and choice.disable_parallel_tool_use else None,
-            sampling=bounded(
-                SamplingParams(
-                    temperature=wire.temperature,
-                    top_p=wire.top_p,
-                    top_k=wire.top_k,
-                    max_tokens=wire.max_tokens,
-                    stop=wire.stop_sequences or [],
-                ),
-                {},
-            ),
-            stream=bool(wire.stream),
-            images=notes.images,
-            dropped=notes.dropped,
-            leftovers=leftovers,
-        )
+        messages = _merged([*frame.messages, *(message for each in read for message in each.value)])
+        return msgspec.structs.replace(frame, messages=messages, images=notes.images, dropped=notes.dropped)
 
     def render(self, request: ChatRequest, reply: ChatReply, head: ReplyHead) -> bytes:
         content = []
@@ -213,7 +181,7 @@ def _system(system: str | list[_Block] | None, leftovers: dict[str, Any], notes:
     return [chat_message("system", text=text)] if text else []
 
 
-def _tools(raw: bytes) -> _Tools:
+def _tools(raw: msgspec.Raw) -> _Tools:
     given: list[_Tool] = decode_as(_tool_list, raw, "tools") or []
     specs = [
         ToolSpec(name=tool.name, description=tool.description or "", parameters=_copied(tool.input_schema))
@@ -224,8 +192,41 @@ def _tools(raw: bytes) -> _Tools:
     return _Tools(specs, function_tools(specs), dropped)
 
 
-def _list_of(wire: _Request) -> tuple[str, msgspec.Raw]:
-    return "messages", wire.messages
+def _frame(text: bytes, wire: _Request) -> ChatRequest:
+    """The request without its messages; the system prompt alone stands there."""
+    if wire.max_tokens is not None and wire.max_tokens < 1:
+        raise BadRequest(f"max_tokens: {wire.max_tokens} is below 1", field="max_tokens")
+    leftovers: dict[str, Any] = {key: value for key, value in _object.decode(text).items() if key not in _KNOWN}
+    notes = media.Notes()
+    system = _system(wire.system, leftovers, notes)
+    tools = _tools(wire.tools)
+    if tools.dropped:
+        leftovers["dropped_tools"] = tools.dropped
+        notes.drop("provider_tool", len(tools.dropped))
+    choice = wire.tool_choice
+    sampling = SamplingParams(
+        temperature=wire.temperature,
+        top_p=wire.top_p,
+        top_k=wire.top_k,
+        max_tokens=wire.max_tokens,
+        stop=wire.stop_sequences or [],
+    )
+    return ChatRequest(
+        dialect=AnthropicMessages.name,
+        model=wire.model,
+        messages=system,
+        tools=tools.specs,
+        tools_raw=tools.raw,
+        tool_choice=_choice(choice),
+        response_format=_response_format(wire.output_config),
+        parallel_tool_calls=False if choice and choice.disable_parallel_tool_use else None,
+        sampling=bounded(sampling, {}),
+        stream=bool(wire.stream),
+        dropped=notes.dropped,
+        leftovers={
+            key: _copied(value) if isinstance(value, msgspec.Raw) else value for key, value in leftovers.items()
+        },
+    )
 
 
 def _only_texts(blocks: list[_Block], where: str) -> list[str]:
@@ -477,3 +478,6 @@ def _error(error: WireError) -> dict[str, Any]:
         "type": "error",
         "error": {"type": _ERROR_TYPES.get(error.fault, "invalid_request_error"), "message": message},
     }
+
+
+_reader = Reader("messages", _request, lambda wire: wire.messages, _read_message, _frame)

@@ -9,7 +9,7 @@ one inside another field): then the body is parsed in full.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -25,7 +25,6 @@ _SPACE = b" \t\r\n"
 _COMMA, _END = ord(","), ord("]")
 
 T = TypeVar("T")
-V = TypeVar("V")
 
 
 class _Checkpoint(msgspec.Struct, frozen=True, gc=False):
@@ -52,6 +51,8 @@ class Cut(msgspec.Struct, Generic[T]):
     """What the elements that were cut out were parsed to."""
     end: int
     """Of the last of them, in the whole body."""
+    rest: int
+    """Where the whole body goes on behind them and their comma."""
     run: _Run[T] | None
     hasher: Any
     """Of the whole body's list up to ``end``."""
@@ -67,15 +68,8 @@ class History(Generic[T]):
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._runs: list[_Run[T]] = []
-        self._made: dict[str, tuple[bytes, Any]] = {}
-
-    def made_from(self, name: str, raw: bytes, make: Callable[[], V]) -> V:
-        """What ``make`` gave for this field the last time, when its bytes were the same then; else what it gives now."""
-        held = self._made.get(name)
-        if held is None or held[0] != raw:
-            held = self._made[name] = (raw, make())
-        made: V = held[1]
-        return made
+        self._frame: tuple[bytes, bytes, Any] | None = None
+        """What stood before and behind the list the last time, and what was made of it."""
 
     @property
     def chars(self) -> int:
@@ -86,8 +80,8 @@ class History(Generic[T]):
         """``key``: as it stands in a compact body, with the bracket: ``b'"messages":['``."""
         start = body.find(key) + len(key)
         if start < len(key):
-            return Cut(body, body, -1, [], 0, None, None)
-        best: Cut[T] = Cut(body, body, start, [], start, None, xxhash.xxh3_128(seed=self._seed))
+            return Cut(body, body, -1, [], 0, 0, None, None)
+        best: Cut[T] = Cut(body, body, start, [], start, start, None, xxhash.xxh3_128(seed=self._seed))
         for run in self._runs:
             if (found := self._match(body, start, run)) is not None and len(found.values) > len(best.values):
                 best = found
@@ -109,10 +103,30 @@ class History(Generic[T]):
         rest = _after_element(body, end)
         if rest is None:
             return None
-        return Cut(body, body[:start] + body[rest:], start, run.values[: best.count], end, run, kept)
+        return Cut(body, body[:start] + body[rest:], start, run.values[: best.count], end, rest, run, kept)
 
-    def remember(self, cut: Cut[T], raws: Sequence[msgspec.Raw], values: list[T]) -> None:
+    def framed(self, cut: Cut[T]) -> tuple[Any, bytes] | None:
+        """What was made of the same head and tail before, and the bytes between, where the new elements stand.
+
+        When those are a JSON list between brackets, then the list ends there, and the tail is read as it was before.
+        """
+        if self._frame is None or cut.start < 0:
+            return None
+        head, tail, frame = self._frame
+        body, end = cut.whole, len(cut.whole) - len(tail)
+        if cut.start != len(head) or end < cut.rest or not body.startswith(head) or not body.endswith(tail):
+            return None
+        return frame, body[cut.rest : end]
+
+    def keep_frame(self, cut: Cut[T], end: int, frame: Any) -> None:
+        """``end``: of the list's last element, as ``remember`` found it."""
+        if end >= 0 and cut.whole[end : end + 1] == b"]":
+            self._frame = (cut.whole[: cut.start], cut.whole[end:], frame)
+
+    def remember(self, cut: Cut[T], raws: Sequence[msgspec.Raw], values: list[T]) -> int:
         """The elements of ``cut.body`` (``raws``, in order) were parsed to ``values``. A failed search forgets nothing.
+
+        Gives the end of the last one in the whole body; -1 when they do not stand there as they were read.
 
         A value that equals what the element was before (its bytes changed, what it says did not) is replaced by that in
         ``values``, so that a session holds it once.
@@ -130,18 +144,19 @@ class History(Generic[T]):
         for count, raw in enumerate(raws, known + 1):
             at = _element(cut.whole, at)
             if not cut.whole.startswith(raw, at):
-                return
+                return -1
             at += len(memoryview(raw))
             if count in wanted:
                 cut.hasher.update(view[hashed:at])
                 hashed = at
                 checkpoints.append(_Checkpoint(count, at - cut.start, cut.hasher.digest()))
         if not checkpoints:
-            return
+            return at
         if len(checkpoints) > _CHECKPOINTS:
             checkpoints = checkpoints[:1] + checkpoints[1 - _CHECKPOINTS :]
         run = _Run(checkpoints, [*cut.values, *values])
         self._runs = [run, *(other for other in self._runs if other is not cut.run)][:_RUNS]
+        return at
 
 
 def _element(body: bytes, at: int) -> int:

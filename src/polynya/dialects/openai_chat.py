@@ -28,7 +28,7 @@ from polynya.dialects.neutral import (
     Usage,
     WireMessage,
 )
-from polynya.dialects.wire import bounded, decode_as, encode, kept, pieces, read_with
+from polynya.dialects.wire import Reader, bounded, decode_as, encode, kept, pieces
 
 _NULL = msgspec.Raw(b"null")
 
@@ -115,39 +115,13 @@ class OpenAIChat:
     name = "openai_chat"
 
     def parse(self, body: bytes, path: str, history: History[media.Read[ChatMessage]] | None = None) -> ChatRequest:
-        text, wire, read = read_with(history, body, b'"messages":[', _request, _list_of, _parse_message)
+        frame, read = _reader(history, body)
         if not read:
             raise BadRequest("messages: [] is empty; send at least one message", field="messages")
-        if wire.n is not None and wire.n != 1:
-            raise BadRequest(
-                f"n: {wire.n} is not possible here, one call is one sample; send {wire.n} requests", field="n"
-            )
-        max_tokens = wire.max_completion_tokens if wire.max_completion_tokens is not None else wire.max_tokens
-        if max_tokens is not None and max_tokens < 1:
-            raise BadRequest(f"max_tokens: {max_tokens} is below 1", field="max_tokens")
-        raw_tools = bytes(wire.tools)
-        tools = history.made_from("tools", raw_tools, lambda: _tools(raw_tools)) if history else _tools(raw_tools)
         notes = media.Notes()
         for each in read:
             notes.add(each.notes)
-        return ChatRequest(
-            dialect=self.name,
-            model=wire.model,
-            messages=[each.value for each in read],
-            tools=tools,
-            tools_raw=msgspec.Raw(raw_tools) if tools else None,
-            tool_choice=_given(wire.tool_choice),
-            response_format=_given(wire.response_format),
-            parallel_tool_calls=wire.parallel_tool_calls,
-            sampling=_sampling(wire, max_tokens),
-            stream=bool(wire.stream),
-            include_usage=bool(wire.stream_options and wire.stream_options.include_usage),
-            wants_logprobs=bool(wire.logprobs),
-            wants_top_logprobs=wire.top_logprobs or 0,
-            template_kwargs=_given(wire.chat_template_kwargs),
-            images=notes.images,
-            leftovers={key: value for key, value in _object.decode(text).items() if key not in _KNOWN},
-        )
+        return msgspec.structs.replace(frame, messages=[each.value for each in read], images=notes.images)
 
     def render(self, request: ChatRequest, reply: ChatReply, head: ReplyHead) -> bytes:
         choice = {
@@ -219,8 +193,32 @@ def _given(raw: msgspec.Raw) -> msgspec.Raw | None:
     return None if value == b"null" else msgspec.Raw(value)
 
 
-def _list_of(wire: _WireRequest) -> tuple[str, msgspec.Raw]:
-    return "messages", wire.messages
+def _frame(text: bytes, wire: _WireRequest) -> ChatRequest:
+    """The request without its messages."""
+    if wire.n is not None and wire.n != 1:
+        raise BadRequest(f"n: {wire.n} is not possible here, one call is one sample; send {wire.n} requests", field="n")
+    max_tokens = wire.max_completion_tokens if wire.max_completion_tokens is not None else wire.max_tokens
+    if max_tokens is not None and max_tokens < 1:
+        raise BadRequest(f"max_tokens: {max_tokens} is below 1", field="max_tokens")
+    tools = _tools(wire.tools)
+    others = {key: msgspec.Raw(bytes(value)) for key, value in _object.decode(text).items() if key not in _KNOWN}
+    return ChatRequest(
+        dialect=OpenAIChat.name,
+        model=wire.model,
+        messages=[],
+        tools=tools,
+        tools_raw=msgspec.Raw(bytes(wire.tools)) if tools else None,
+        tool_choice=_given(wire.tool_choice),
+        response_format=_given(wire.response_format),
+        parallel_tool_calls=wire.parallel_tool_calls,
+        sampling=_sampling(wire, max_tokens),
+        stream=bool(wire.stream),
+        include_usage=bool(wire.stream_options and wire.stream_options.include_usage),
+        wants_logprobs=bool(wire.logprobs),
+        wants_top_logprobs=wire.top_logprobs or 0,
+        template_kwargs=_given(wire.chat_template_kwargs),
+        leftovers=others,
+    )
 
 
 def _parse_message(raw: msgspec.Raw, where: str) -> media.Read[ChatMessage]:
@@ -266,7 +264,7 @@ def _media_part(part: _Part, where: str, notes: media.Notes) -> str | None:
     raise media.unserved(where, "a file by id" if part.type == "file" else f"a part of type {part.type!r}")
 
 
-def _tools(listed: bytes) -> list[ToolSpec]:
+def _tools(listed: msgspec.Raw) -> list[ToolSpec]:
     specs = []
     for i, raw in enumerate(decode_as(_tool_list, listed, "tools") or []):
         tool: _WireTool = decode_as(_tool, raw, f"tools[{i}]")
@@ -334,3 +332,6 @@ def _error_object(error: WireError) -> dict[str, Any]:
 
 def _event(payload: dict[str, Any]) -> bytes:
     return b"data: " + encode(payload) + b"\n\n"
+
+
+_reader = Reader("messages", _request, lambda wire: wire.messages, _parse_message, _frame)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
 
 from polynya.dialects.base import BadRequest
 from polynya.dialects.history import History
-from polynya.dialects.neutral import ChatMessage, Role, SamplingParams, ToolCall, ToolSpec
+from polynya.dialects.neutral import ChatMessage, ChatRequest, Role, SamplingParams, ToolCall, ToolSpec
 
 encode = msgspec.json.Encoder().encode
 _any = msgspec.json.Decoder()
@@ -72,32 +73,49 @@ def decode_as(decoder: msgspec.json.Decoder[Any], raw: bytes | msgspec.Raw, wher
         raise BadRequest(f"{where or 'body'} is not JSON: {exc}", field=where) from exc
 
 
-def read_with(
-    history: History[V] | None,
-    body: bytes,
-    key: bytes,
-    decoder: msgspec.json.Decoder[R],
-    list_of: Callable[[R], tuple[str, msgspec.Raw]],
-    read: Callable[[msgspec.Raw, str], V],
-) -> tuple[bytes, R, list[V]]:
-    """A request whose one long list may go on from an earlier one: its text without what is known, the request, all values.
+class Reader(msgspec.Struct, Generic[R, V], frozen=True):
+    """How a dialect reads a request whose one long list may go on from an earlier request's."""
 
-    ``list_of`` gives the list's name and bytes, ``read`` turns one element into a value.
-    """
-    cut = history.cut(body, key) if history is not None else None
-    text = readable(cut.body if cut is not None else body)
-    request: R = decode_as(decoder, text, "")
-    name, raw = list_of(request)
-    if cut is not None and not cut.is_of(text, raw):
-        if cut.values:
-            return read_with(None, body, key, decoder, list_of, read)
-        cut = None
-    known = cut.values if cut is not None else []
-    raws: list[msgspec.Raw] = decode_as(_raws, raw, name)
-    values = [read(element, f"{name}[{i}]") for i, element in enumerate(raws, len(known))]
-    if history is not None and cut is not None:
-        history.remember(cut, raws, values)
-    return text, request, [*known, *values]
+    name: str
+    """Of the list."""
+    decoder: msgspec.json.Decoder[R]
+    """Of the request; the list stays raw."""
+    list_of: Callable[[R], msgspec.Raw]
+    read: Callable[[msgspec.Raw, str], V]
+    """One element, at a place."""
+    frame: Callable[[bytes, R], ChatRequest]
+    """All but the list, of the body (whose list may be cut) and the decoded request."""
+
+    def __call__(self, history: History[V] | None, body: bytes) -> tuple[ChatRequest, list[V]]:
+        if history is None:
+            return self._whole(body)
+        cut = history.cut(body, b'"%b":[' % self.name.encode())
+        if (known := history.framed(cut)) is not None:
+            frame, part = known
+            with contextlib.suppress(msgspec.DecodeError):
+                raws: list[msgspec.Raw] = _raws.decode(readable(b"[" + part + b"]"))
+                values = self._values(raws, len(cut.values))
+                history.remember(cut, raws, values)
+                return frame, [*cut.values, *values]
+        text = readable(cut.body)
+        request: R = decode_as(self.decoder, text, "")
+        listed = self.list_of(request)
+        if not cut.is_of(text, listed):
+            return self._whole(body)
+        raws = decode_as(_raws, listed, self.name)
+        values = self._values(raws, len(cut.values))
+        frame = self.frame(text, request)
+        history.keep_frame(cut, history.remember(cut, raws, values), frame)
+        return frame, [*cut.values, *values]
+
+    def _whole(self, body: bytes) -> tuple[ChatRequest, list[V]]:
+        text = readable(body)
+        request: R = decode_as(self.decoder, text, "")
+        values = self._values(decode_as(_raws, self.list_of(request), self.name), 0)
+        return self.frame(text, request), values
+
+    def _values(self, raws: list[msgspec.Raw], first: int) -> list[V]:
+        return [self.read(raw, f"{self.name}[{i}]") for i, raw in enumerate(raws, first)]
 
 
 def bounded(sampling: SamplingParams, names: Mapping[str, str]) -> SamplingParams:
