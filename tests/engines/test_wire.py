@@ -6,11 +6,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from polynya.dialects.neutral import ChatMessage, ChatRequest
-from polynya.engines.wire import chat_fields, cut_prompt, parse_ids, read_chat
+from polynya.engines.wire import chat_fields, cut_prompt, read_chat
 from polynya.errors import EngineProtocolError
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "engines"
@@ -147,17 +145,6 @@ def test_a_key_that_is_there_twice_or_spaced_is_decoded_in_full(echo: object) ->
         rest, prompt = cut_prompt(body.encode())
         found = read_chat(rest, "test", prompt).prompt_ids
         assert found is not None and found.tolist() == [1, 2]
-
-
-@given(st.lists(st.integers(min_value=0, max_value=2**31 - 1)))
-def test_ids_parse_as_json_says(ids: list[int]) -> None:
-    text = json.dumps(ids, separators=(",", ":")).encode()
-    found = parse_ids(text[1:-1], "test", "ids")
-    assert found is not None and found.tolist() == ids and found.dtype == np.int32
-
-
-def test_an_id_beyond_32_bits_makes_the_ids_unusable() -> None:
-    assert parse_ids(b"1,4294967296", "test", "ids") is None
 
 
 def test_a_request_holds_the_clients_bytes() -> None:

@@ -13,7 +13,7 @@ import msgspec
 
 from polynya.capture.calls import StoredCall
 from polynya.schema import Int32Array
-from polynya.tokens.printed import PrintedIds, ids_in, is_canonical, offset_of, read_ids
+from polynya.tokens.printed import PrintedIds, ids_in, offset_of, read_printed
 from polynya.tokens.validate import common_prefix
 
 
@@ -111,10 +111,9 @@ def place(prompt: Int32Array | PrintedIds, leaves: Sequence[Leaf], match: Match 
 
 
 def _read_rest(rest: bytes, match: Match) -> Placed | None:
-    context = read_ids(rest)
+    context, printed = read_printed(rest)
     if context is None:
         return None
-    printed = is_canonical(rest)
     pieces = [*match.held, rest] if rest else match.held
     return Placed(
         base=match.leaf.call,
@@ -127,11 +126,11 @@ def _read_rest(rest: bytes, match: Match) -> Placed | None:
 
 def _read_whole(text: bytes, leaves: Sequence[Leaf]) -> Placed | None:
     """No leaf is printed and shares anything."""
-    ids = read_ids(text)
+    ids, printed = read_printed(text)
     if ids is None:
         return None
     base, keep = best_base(ids, [leaf for leaf in leaves if not leaf.pieces])
-    if not is_canonical(text):
+    if not printed:
         return Placed(base=base, keep=keep, context=ids[keep:])
     at = offset_of(text, keep)
     rest = text[at:]

@@ -17,7 +17,7 @@ from polynya.dialects.neutral import ChatReply, ChatRequest, ToolCall, Usage
 from polynya.engines.base import EngineReply
 from polynya.errors import EngineProtocolError
 from polynya.schema import Float32Array, Int32Array, PolicySpan
-from polynya.tokens.printed import PrintedIds, is_canonical, narrowed, read_ids
+from polynya.tokens.printed import PrintedIds, narrowed, read_printed
 
 THREAD_BYTES = 256 * 1024
 """Bodies above this are read off the event loop."""
@@ -224,10 +224,9 @@ def _decoded_prompt(body: bytes, what: str) -> Int32Array | None:
     return narrowed(np.array(ids, dtype=np.int64)) if ids is not None else None
 
 
-def parse_ids(text: bytes, what: str, field: str) -> Int32Array | None:
-    """``read_ids``, with an EngineProtocolError that names the field."""
+def _read_printed(text: bytes, what: str, field: str) -> tuple[Int32Array | None, bool]:
     try:
-        return read_ids(text)
+        return read_printed(text)
     except ValueError as exc:
         raise EngineProtocolError(f"{what}: {field} is {exc}") from exc
 
@@ -237,8 +236,9 @@ def _sampled_ids(body: bytes, choice: _Choice, what: str) -> tuple[Int32Array | 
     for field, raw in (("token_ids", choice.token_ids), ("response_token_ids", choice.response_token_ids)):
         text = bytes(raw)
         if text.startswith(b"["):
-            ids = parse_ids(text[1:-1], what, field)
-            return ids, text[1:-1] if ids is not None and is_canonical(text[1:-1]) else b""
+            inner = text[1:-1]
+            ids, canonical = _read_printed(inner, what, field)
+            return ids, inner if ids is not None and canonical else b""
     if choice.meta_info is not None and choice.meta_info.output_token_logprobs is not None:
         listed = [entry[1] for entry in choice.meta_info.output_token_logprobs]
         return narrowed(np.array(listed, dtype=np.int64)), b""

@@ -3,6 +3,7 @@
 Invariants: a lane other than ``main`` has the name of the rule that gave it, kept with the call; the first rule that
 applies decides. No rule reads the User-Agent (several clients send each other's), and none reads what a tool printed.
 A rule goes by a header where the harness sends one, else by words that its program puts into its own prompts.
+The words are plain ASCII, which stands in JSON as it is: most messages are told apart without being decoded.
 Known to have no mark, so that their calls are ``main``: sub-agents of gemini_cli and qwen_code.
 """
 
@@ -74,11 +75,13 @@ def _header(name: str, *values: str) -> Callable[[Headers, ChatRequest], bool]:
 def _system(words: str, *, tools: bool = False) -> Callable[[Headers, ChatRequest], bool]:
     """The system prompt starts with these words; ``tools``: the call has tools."""
 
+    spelled = words.encode()
+
     def applies(headers: Headers, request: ChatRequest) -> bool:
         if bool(request.tools) != tools or not request.messages:
             return False
         first = request.messages[0]
-        return first.role == "system" and first.text.lstrip().startswith(words)
+        return first.role == "system" and spelled in first.raw and first.text.lstrip().startswith(words)
 
     return applies
 
@@ -86,11 +89,15 @@ def _system(words: str, *, tools: bool = False) -> Callable[[Headers, ChatReques
 def _asks(words: str, *, dialect: str = "", tools: bool | None = False) -> Callable[[Headers, ChatRequest], bool]:
     """The last message is the user's, and a text in it starts with these words. ``tools`` None: with or without."""
 
+    spelled = words.encode()
+
     def applies(headers: Headers, request: ChatRequest) -> bool:
         if (tools is not None and bool(request.tools) != tools) or dialect not in ("", request.dialect):
             return False
         last = request.messages[-1]
-        return last.role == "user" and (last.text.startswith(words) or f"\n{words}" in last.text)
+        if last.role != "user" or spelled not in last.raw:
+            return False
+        return last.text.startswith(words) or f"\n{words}" in last.text
 
     return applies
 

@@ -17,6 +17,7 @@ from polynya.schema import Int32Array
 _COMMA = ord(",")
 _COMMA_ZERO = int.from_bytes(b",0", "little")
 _LONG = 8192
+_INT32_MAX = 2**31 - 1
 _LEADING_ZERO = re.compile(rb"(?:^|,)0[0-9]")
 
 
@@ -69,19 +70,26 @@ def read_ids(text: bytes) -> Int32Array | None:
 
     Raises ValueError when it is no list of integers.
     """
+    return read_printed(text)[0]
+
+
+def read_printed(text: bytes) -> tuple[Int32Array | None, bool]:
+    """The same, and whether the text is canonical."""
     if not text or text.isspace():
-        return np.empty(0, dtype=np.int32)
-    readable = not text.translate(None, b"0123456789,- \n\r\t")
-    ids = _numbers(text) if readable else None
+        return np.empty(0, dtype=np.int32), not text
+    strange = text.translate(None, b"0123456789,")
+    ids = _numbers(text) if not strange.translate(None, b"- \n\r\t") else None
     if ids is None or ids.size != ids_in(text):
         raise ValueError(f"no list of integers: it starts with {text.strip()[:60]!r}")
-    return narrowed(ids)
+    leads = not strange and _may_lead_with_zero(text) and _LEADING_ZERO.search(text) is not None
+    return narrowed(ids), not strange and not leads
 
 
 def narrowed(ids: np.ndarray[Any, np.dtype[np.int64]]) -> Int32Array | None:
     """The same in 32 bits, or None when they do not fit."""
-    found = ids.astype(np.int32)
-    return found if np.array_equal(found, ids) else None
+    if ids.size and not -_INT32_MAX <= ids.min() <= ids.max() <= _INT32_MAX:
+        return None
+    return ids.astype(np.int32)
 
 
 # The methods of bytes go byte by byte for so short a needle; on half a megabyte numpy is ten times faster.
@@ -119,13 +127,6 @@ def reread(text: bytes) -> Int32Array:
 
 def print_ids(ids: Int32Array) -> bytes:
     return ",".join(map(str, ids.tolist())).encode()
-
-
-def is_canonical(text: bytes) -> bool:
-    """For a text that ``read_ids`` could read."""
-    if text.translate(None, b"0123456789,"):
-        return False
-    return not _may_lead_with_zero(text) or _LEADING_ZERO.search(text) is None
 
 
 def offset_of(text: bytes, index: int) -> int:

@@ -54,11 +54,11 @@ def judge(
             exclusion=Exclusion.LENGTH_MISMATCH, detail=f"{len(sampled_ids)} sampled ids, {given} logprobs"
         )
     for name, ids in (("prompt_ids", prompt_ids), ("sampled_ids", sampled_ids)):
-        at = _first(ids < 0 if vocab_size is None else (ids < 0) | (ids >= vocab_size))
+        at = None if _all_in_range(ids, vocab_size) else _first(_out_of_range(ids, vocab_size))
         if at is not None:
             place = at + known if name == "prompt_ids" else at
             return Judgement(exclusion=Exclusion.ID_OUT_OF_RANGE, position=place, detail=f"{name}[{place}] = {ids[at]}")
-    at = _first(~_is_logprob(logprobs))
+    at = None if _all_logprobs(logprobs) else _first(~_is_logprob(logprobs))
     if at is not None:
         return Judgement(exclusion=Exclusion.NONFINITE_LOGPROB, position=at, detail=f"logprobs[{at}] = {logprobs[at]}")
     if guided:
@@ -96,6 +96,19 @@ def common_prefix(a: Int32Array, b: Int32Array) -> int:
 
 def _is_logprob(values: Float32Array) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     return np.isfinite(values) & (values <= 0.0) & (values > SENTINEL)
+
+
+def _all_logprobs(values: Float32Array) -> bool:
+    """(A NaN makes both extremes NaN, which compares as false.)"""
+    return not values.size or bool(values.max() <= 0.0 and values.min() > SENTINEL)
+
+
+def _all_in_range(ids: Int32Array, vocab_size: int | None) -> bool:
+    return not ids.size or bool(ids.min() >= 0 and (vocab_size is None or ids.max() < vocab_size))
+
+
+def _out_of_range(ids: Int32Array, vocab_size: int | None) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+    return ids < 0 if vocab_size is None else (ids < 0) | (ids >= vocab_size)
 
 
 def _first(wrong: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> int | None:
