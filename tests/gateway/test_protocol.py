@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -160,3 +162,20 @@ async def test_what_is_no_http_is_refused() -> None:
     async with served() as (_, reader, writer):
         writer.write(b"NONSENSE\r\n\r\n")
         assert (await reader.readline()).startswith(b"HTTP/1.1 400")
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+async def test_client_that_announces_a_large_body_and_sends_none_costs_no_memory() -> None:
+    async with served() as (app, _, writer):
+        before = resident()
+        others = [await asyncio.open_connection(*writer.get_extra_info("peername")) for _ in range(10)]
+        for reader, other in others:
+            other.write(b"POST /x HTTP/1.1\r\nHost: h\r\nContent-Length: 60000000\r\n\r\n")
+            assert await reply(reader) == (413, b"too large")
+        assert resident() - before < 60_000_000
+        for _, other in others:
+            other.close()
+    assert app.left == []

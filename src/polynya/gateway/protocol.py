@@ -12,10 +12,11 @@ import asyncio
 from typing import Any, cast
 
 import httptools
+import numpy as np
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 DIRECT_BYTES = 64 * 1024 * 1024
-"""Pages of a buffer cost memory only when they are written, so a client that lies about its length gains nothing."""
+"""The buffer is not filled beforehand, and unwritten pages cost nothing: a client that lies about its length gains nothing."""
 GONE = "polynya.gone"
 """Extension of the ASGI scope: a future that is done when the connection is lost."""
 _SCRATCH = 64 * 1024
@@ -26,7 +27,7 @@ _SMALL = 16 * 1024
 class _Http(HttpToolsProtocol):
     """uvicorn's protocol, with the body of the request under way in a buffer of its own."""
 
-    whole: bytearray | None = None
+    whole: memoryview | None = None
     at = 0
     gone: asyncio.Future[None] | None = None
 
@@ -51,7 +52,7 @@ class _Http(HttpToolsProtocol):
             and _SMALL < int(length) <= DIRECT_BYTES
             and not self.parser.should_upgrade()
         ):
-            self.whole, self.at = bytearray(int(length)), 0
+            self.whole, self.at = np.empty(int(length), dtype=np.uint8).data, 0
 
     def on_body(self, body: bytes) -> None:
         if self.whole is None:
@@ -74,7 +75,7 @@ class _Http(HttpToolsProtocol):
             self.cycle.more_body = False
             self.cycle.message_event.set()
 
-    def _hand_on(self, whole: bytearray) -> None:
+    def _hand_on(self, whole: memoryview) -> None:
         if not self.cycle.response_complete:
             self.cycle.body = cast("bytearray", bytes(whole))
         self.whole = None
@@ -104,7 +105,7 @@ class GatewayProtocol(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview | bytearray:
         whole = self._http.whole
-        return self._scratch if whole is None else memoryview(whole)[self._http.at :]
+        return self._scratch if whole is None else whole[self._http.at :]
 
     def buffer_updated(self, nbytes: int) -> None:
         http = self._http
