@@ -69,11 +69,9 @@ def read_ids(text: bytes) -> Int32Array | None:
     """
     if not text or text.isspace():
         return np.empty(0, dtype=np.int32)
-    readable = not text.translate(None, b"0123456789,- \n\r\t")
-    ids = _numbers(text) if readable else None
-    if ids is None or ids.size != text.count(b",") + 1:
-        raise ValueError(f"no list of integers: it starts with {text.strip()[:60]!r}")
-    return narrowed(ids)
+    if is_canonical(text):
+        return narrowed(np.fromstring(text.decode("ascii"), dtype=np.int64, sep=","))
+    return _decoded(text)
 
 
 def narrowed(ids: np.ndarray[Any, np.dtype[np.int64]]) -> Int32Array | None:
@@ -82,11 +80,22 @@ def narrowed(ids: np.ndarray[Any, np.dtype[np.int64]]) -> Int32Array | None:
     return found if np.array_equal(found, ids) else None
 
 
-def _numbers(text: bytes) -> np.ndarray[Any, np.dtype[np.int64]] | None:
+def listed(ids: list[int]) -> Int32Array | None:
+    """The same of integers of any size."""
     try:
-        return np.fromstring(text.decode("ascii"), dtype=np.int64, sep=",")
-    except (DeprecationWarning, ValueError):
+        return narrowed(np.array(ids, dtype=np.int64))
+    except OverflowError:
         return None
+
+
+def _decoded(text: bytes) -> Int32Array | None:
+    """The same for a text of any form."""
+    try:
+        if text.translate(None, b"0123456789,- \n\r\t"):
+            raise ValueError("other characters than those of integers")
+        return listed(msgspec.json.decode(b"[" + text + b"]", type=list[int]))
+    except (ValueError, msgspec.DecodeError) as exc:
+        raise ValueError(f"no list of integers: it starts with {text.strip()[:60]!r}") from exc
 
 
 def reread(text: bytes) -> Int32Array:
@@ -99,8 +108,8 @@ def print_ids(ids: Int32Array) -> bytes:
 
 
 def is_canonical(text: bytes) -> bool:
-    """For a text that ``read_ids`` could read."""
-    if text.translate(None, b"0123456789,"):
+    """Whether it is a list of ids, or of nothing, as ``print_ids`` prints it."""
+    if text.translate(None, b"0123456789,") or b",," in text or text.startswith(b",") or text.endswith(b","):
         return False
     return (b",0" not in text and not text.startswith(b"0")) or _LEADING_ZERO.search(text) is None
 
