@@ -212,6 +212,10 @@ class GatewayApp:
         body: bytes,
         path: str,
     ) -> None:
+        if session.closed:
+            # It ended while the body came or was parsed: the call is none of its, and no failure of it.
+            await _refuse(exchange, dialect, _key_error(Fault.GONE))
+            return
         _count_dropped(session, request)
         digest = body_digest(path, body)
         is_retry = any(exchange.headers.get(name, "0") not in ("", "0") for name in _RETRY_HEADERS)
