@@ -148,3 +148,25 @@ async def test_hundreds_of_calls_are_in_flight_at_once() -> None:
 )
 def test_retry_after_is_read_in_both_forms(value: str | None, seconds: float | None) -> None:
     assert retry_after_seconds(value) == seconds
+
+
+async def test_many_kept_connections_that_died_unseen_cost_one_retry() -> None:
+    all_in = asyncio.Barrier(8)
+
+    async def once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(CHAT)
+        if first_round:
+            await all_in.wait()
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+        await reader.read(1)
+        writer.transport.abort()
+
+    first_round = True
+    server = await asyncio.start_server(once, "127.0.0.1", 0)
+    http = EngineHttp(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", sleep=Naps())
+    await asyncio.gather(*(http.post("/x", CHAT) for _ in range(8)))
+    first_round = False
+    answer = await http.post("/x", CHAT)
+    assert (answer.retries, answer.resent) == (1, 1)
+    await http.close()
+    server.close()

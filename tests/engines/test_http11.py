@@ -8,12 +8,17 @@ import gzip
 from collections.abc import AsyncIterator
 
 import pytest
+import uvloop
 
 from polynya.engines.http11 import ConnectFailed, ConnectionLost, Garbled, Http11Client, Origin, Silence
 
 
 class Last(bytes):
     """An answer after which the server closes the connection."""
+
+
+class AtOnce(bytes):
+    """An answer that is sent in one piece."""
 
 
 class Server:
@@ -34,8 +39,9 @@ class Server:
                 size = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
                 self.requests.append(head + await reader.readexactly(size))
                 answer = self.answers.pop(0)
-                for at in range(0, len(answer), 7):
-                    writer.write(answer[at : at + 7])
+                step = len(answer) or 1 if isinstance(answer, AtOnce) else 7
+                for at in range(0, len(answer), step):
+                    writer.write(answer[at : at + step])
                     await writer.drain()
                 self.answered.set()
                 if isinstance(answer, Last):
@@ -81,6 +87,7 @@ async def test_request_goes_out_in_pieces_under_the_prefix_and_connections_are_u
     [
         (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n", b"abcde", True),
         (b"HTTP/1.1 100 Continue\r\n\r\n" + sized(b"late"), b"late", True),
+        (b"HTTP/1.1 102 Processing\r\n\r\n" * 2000 + sized(b"later"), b"later", True),
         (sized(b"bye", "200 OK", "Connection: close"), b"bye", False),
         (sized(gzip.compress(b"packed"), "200 OK", "Content-Encoding: gzip"), b"packed", True),
         (sized(b"not packed", "200 OK", "Content-Encoding: gzip"), b"not packed", True),
@@ -94,6 +101,38 @@ async def test_reply_is_read_as_its_framing_says(answer: bytes, body: bytes, reu
         assert (await client.request("POST", "/x")).body == body
         assert (await client.request("POST", "/x")).body == b"again"
     assert server.connections == (1 if reused else 2)
+
+
+@pytest.mark.parametrize("surplus", [b"garbage", b"H", b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nother"])
+async def test_bytes_after_a_chunked_reply_are_no_part_of_it_nor_of_the_next(surplus: bytes) -> None:
+    chunked = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n"
+    async with served(AtOnce(chunked + surplus), sized(b"again")) as (server, client):
+        assert (await client.request("POST", "/x")).body == b"abc"
+        assert (await client.request("POST", "/x")).body == b"again"
+    assert server.connections == 2
+
+
+async def test_new_connection_is_used_when_it_is_asked_for() -> None:
+    async with served(sized(b"one"), sized(b"two")) as (server, client):
+        await client.request("POST", "/x")
+        await client.request("POST", "/x", fresh=True)
+    assert server.connections == 2
+
+
+def test_request_that_is_cancelled_while_it_connects_leaves_nothing_behind() -> None:
+    async def main() -> int:
+        async with served() as (_, client):
+            for turns in range(8):
+                asked = asyncio.ensure_future(client.request("POST", "/x"))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                asked.cancel()
+                await asyncio.wait([asked])
+            for _ in range(20):
+                await asyncio.sleep(0)
+            return len(client._live)
+
+    assert uvloop.run(main()) == 0
 
 
 async def test_reply_without_a_length_ends_with_its_connection() -> None:

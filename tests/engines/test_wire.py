@@ -164,3 +164,19 @@ def test_a_request_holds_the_clients_bytes() -> None:
     assert document["tool_choice"] == "auto" and document["parallel_tool_calls"] is False
     assert document["chat_template_kwargs"] == {"enable_thinking": False} and document["n"] == 1
     assert "tool_choice" not in json.loads(b"".join(chat_fields(chat)))
+
+
+@pytest.mark.parametrize("huge", [2**31, 2**63, 10**30])
+@pytest.mark.parametrize(
+    "where",
+    [
+        '{"choices":[{"message":{"content":"x"},"token_ids":[1]}],"prompt_token_ids": [%d]}',
+        '{"choices":[{"message":{"content":"x"},"token_ids":[%d]}],"prompt_token_ids": [1]}',
+        '{"choices":[{"message":{"content":"x"},"token_ids":[2, %d]}],"prompt_token_ids": [1]}',
+        '{"choices":[{"message":{"content":"x"},"meta_info":{"output_token_logprobs":[[-1.0,%d,null]]}}]}',
+    ],
+)
+def test_an_id_of_any_size_makes_ids_unusable_and_keeps_the_answer(where: str, huge: int) -> None:
+    reply = read_chat((where % huge).encode(), "x")
+    assert reply.reply.text == "x"
+    assert reply.sampled_ids is None or reply.prompt is None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
+import json
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ import pytest
 
 from polynya.capture.store import recover
 from polynya.dialects.neutral import ChatRequest
+from polynya.dialects.openai_chat import OpenAIChat
+from polynya.dialects.registry import DIALECTS
 from polynya.engines.scripted import Fault, Script, ScriptedCall, ScriptedEngine, Step
 from polynya.schema import Budgets, Exclusion, SamplingSpec
 
@@ -361,3 +364,38 @@ async def test_number_that_no_record_holds_harms_nobody(make_rig: MakeRig) -> No
     status, reply = await attacker.post(attacker.body(seed=2**70))
     assert (status, reply["error"]["param"]) == (400, "seed")
     assert (await other.post(other.body()))[0] == 200
+
+
+async def test_a_request_whose_body_comes_after_its_session_ended_is_gone_and_spoils_nothing(make_rig: MakeRig) -> None:
+    rig = await make_rig(Script(steps=[Step(text="x")]))
+    agent = await rig.open()
+    body = json.dumps(agent.body()).encode()
+    arrived = asyncio.Event()
+
+    async def slowly() -> AsyncIterator[bytes]:
+        yield body[:5]
+        await arrived.wait()
+        yield body[5:]
+
+    asked = asyncio.ensure_future(rig.client.post(agent.url, data=slowly()))
+    await rig.until(lambda: rig.gateway.app.active == 1)
+    await rig.gateway.close_session(agent.session)
+    arrived.set()
+    async with await asked as response:
+        assert response.status == 410
+    assert (agent.session.capture_error, rig.engine.desk.started) == ("", 0)
+
+
+async def test_bug_of_the_gateway_is_an_error_in_the_clients_dialect_and_counted(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(OpenAIChat):
+        def render(self, *_: Any) -> bytes:
+            raise ZeroDivisionError
+
+    monkeypatch.setitem(DIALECTS, "openai_chat", Broken())
+    rig = await make_rig()
+    agent = await rig.open()
+    status, answer = await agent.post(agent.body())
+    assert (status, answer["error"]["code"]) == (500, "internal_error")
+    assert agent.session.flags["internal_errors"] == 1

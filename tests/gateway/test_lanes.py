@@ -18,7 +18,7 @@ from polynya.dialects.base import route
 from polynya.dialects.neutral import ChatRequest, ToolSpec
 from polynya.dialects.registry import DIALECTS
 from polynya.dialects.wire import chat_message
-from polynya.engines.scripted import Script, Step
+from polynya.engines.scripted import Fault, Script, Step
 from polynya.gateway.lanes import RULES, CompactionWatch, Maker, maker_of
 from polynya.schema import Lane
 from polynya.tokens import build
@@ -244,3 +244,22 @@ async def test_a_compaction_trigger_gives_one_item_in_the_compaction_lane(make_r
     assert item["type"] == "compaction"
     (call,) = agent.session.capture.calls
     assert (call.lane, call.intent.lane_rule) == (Lane.COMPACTION, "responses_compaction")
+
+
+async def test_compactions_that_the_engine_failed_are_none(make_rig: MakeRig) -> None:
+    """A client asks again, often: an outage in a compaction must not end the agent."""
+    fault = Fault(kind="http_error", status=503, times=CompactionWatch.IN_A_ROW * 5)
+    rig = await make_rig(Script(steps=[Step(text="x", fault=fault)]))
+    agent = await rig.open()
+    statuses = []
+    while not statuses or statuses[-1] == 503:
+        statuses.append((await post(agent, claude("compact"), {CLASS: "compaction"}))[0])
+    assert statuses[-1] == 200
+    assert len(statuses) > CompactionWatch.IN_A_ROW
+
+
+async def test_a_header_that_is_nested_too_deep_costs_no_call(make_rig: MakeRig) -> None:
+    rig = await make_rig(Script(steps=[Step(text="x")]))
+    agent = await rig.open()
+    deep = '{"a":' + "[" * 3000 + "]" * 3000 + "}"
+    assert (await post(agent, claude("hi"), {"x-codex-turn-metadata": deep}))[0] == 200

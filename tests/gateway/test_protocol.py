@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -160,3 +162,45 @@ async def test_what_is_no_http_is_refused() -> None:
     async with served() as (_, reader, writer):
         writer.write(b"NONSENSE\r\n\r\n")
         assert (await reader.readline()).startswith(b"HTTP/1.1 400")
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+async def test_client_that_announces_a_large_body_and_sends_none_costs_no_memory() -> None:
+    async with served() as (app, _, writer):
+        before = resident()
+        others = [await asyncio.open_connection(*writer.get_extra_info("peername")) for _ in range(10)]
+        for reader, other in others:
+            other.write(b"POST /x HTTP/1.1\r\nHost: h\r\nContent-Length: 60000000\r\n\r\n")
+            assert await reply(reader) == (413, b"too large")
+        assert resident() - before < 60_000_000
+        for _, other in others:
+            other.close()
+    assert app.left == []
+
+
+@pytest.mark.parametrize("body", [b"small", large()])
+@pytest.mark.parametrize("close", ["", ", close"])
+async def test_upgrade_that_is_not_served_is_passed_over(body: bytes, close: str) -> None:
+    """As Java's HttpClient asks for with each request over plain HTTP."""
+    async with served() as (_, reader, writer):
+        data = post(body, f"Connection: Upgrade, HTTP2-Settings{close}", "Upgrade: h2c", "HTTP2-Settings: AAMAAABk")
+        writer.write(data[:-3])
+        await asyncio.sleep(0)
+        writer.write(data[-3:] + post(b"next!"))
+        assert (await reply(reader))[1].startswith(b"%d %b" % (len(body), body[:3]))
+        if close:
+            assert await reader.read() == b""
+        else:
+            assert await reply(reader) == (200, b"5 nex xt!")
+
+
+async def test_chunked_body_of_an_upgrade_that_is_not_served_is_read() -> None:
+    async with served() as (_, reader, writer):
+        head = (
+            b"POST /x HTTP/1.1\r\nHost: h\r\nConnection: Upgrade\r\nUpgrade: h2c\r\nTransfer-Encoding: chunked\r\n\r\n"
+        )
+        writer.write(post(b"first") + head + b"5\r\nchunk\r\n0\r\n\r\n" + post(b"next!"))
+        assert [(await reply(reader))[1] for _ in range(3)] == [b"5 fir rst", b"5 chu unk", b"5 nex xt!"]

@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from polynya.engines.scripted import Fault, Script, ScriptedCall, Step
+from polynya.gateway.websocket import MAX_WAITING
 from polynya.tokens import build
 
 MakeRig = Callable[..., Any]
@@ -346,3 +347,39 @@ async def test_a_session_that_sends_its_whole_history_each_time_is_held_once(mak
     assert len(held) == sum(3 + 2 * turn for turn in range(5))
     assert len({id(message) for message in held}) == 2 + 5 * 2 - 1
     assert not any(request.messages for request, _ in agent.session.stored.values())
+
+
+async def test_order_is_kept_after_a_request_was_refused_for_the_crowd(make_rig: MakeRig) -> None:
+    rig = await make_rig(Script(steps=[Step(text="x", hold=True)]))
+    agent = await rig.open()
+    connection = await socket(agent)
+    for number in range(MAX_WAITING + 1):
+        await connection.send(body({**TASK, "content": f"{number}"}))
+    assert (await connection.events())[-1]["type"] == "error"
+    rig.engine.desk.release()
+    assert (await connection.events())[-1]["type"] == "response.completed"
+    await connection.send(body({**TASK, "content": "last"}))
+    for _ in range(MAX_WAITING):
+        await connection.events()
+    asked = [call.messages[-1] for call in sorted(agent.session.capture.committed, key=lambda call: call.index)]
+    assert b"last" in asked[-1]
+
+
+async def test_requests_that_wait_are_not_begun_when_the_client_has_gone(make_rig: MakeRig) -> None:
+    rig = await make_rig(Script(steps=[Step(text="x", hold=True)]))
+    agent = await rig.open()
+    connection = await socket(agent)
+    for number in range(5):
+        await connection.send(body({**TASK, "content": f"{number}"}))
+    await rig.until(lambda: rig.engine.desk.started == 1)
+    await connection.ws.close()
+    await rig.idle()
+    assert agent.session.calls_begun == 1
+
+
+async def test_a_stored_reply_is_known_by_the_id_that_a_waiting_client_was_given(make_rig: MakeRig) -> None:
+    rig = await make_rig(Script(steps=[Step(text="x", delay=0.1)]), keepalive_seconds=0.02, first_event_grace=0.0)
+    agent = await rig.open()
+    given = (await by_post(agent, body(TASK, store=True)))[-1]["response"]["id"]
+    async with rig.client.get(f"{url(agent)}/{given}") as response:
+        assert (response.status, (await response.json())["id"]) == (200, given)

@@ -126,3 +126,14 @@ def test_bad_row_is_named(change: dict[str, object], word: str) -> None:
 
 def test_negative_id_is_refused_without_a_known_vocabulary() -> None:
     assert "vocabulary" in row_problem(msgspec.structs.replace(good_row(), input_ids=ids(-1, 2, 3)))
+
+
+def test_bad_ids_are_named_before_logprobs_that_are_missing() -> None:
+    """A later prompt that extends these ids takes them for judged."""
+    found = judge(
+        prompt_ids=np.array([1, 999_999], dtype=np.int32),
+        sampled_ids=np.array([4], dtype=np.int32),
+        logprobs=None,
+        vocab_size=1000,
+    )
+    assert (found.exclusion, found.position) == (Exclusion.ID_OUT_OF_RANGE, 1)

@@ -106,7 +106,7 @@ class EngineHttp:
         """Send, and send again where that is right. Raises the errors named above."""
         resent = 0
         for attempt in range(self.settings.retries + 1):
-            failure, wait, worked = await self._once(method, path, body, headers)
+            failure, wait, worked = await self._once(method, path, body, headers, fresh=resent > 0)
             if isinstance(failure, bytes):
                 return Answer(failure, attempt, resent)
             if wait is None or attempt == self.settings.retries or wait > self.settings.retry_after_cap:
@@ -117,12 +117,15 @@ class EngineHttp:
         raise AssertionError("unreachable")
 
     async def _once(
-        self, method: str, path: str, body: Sequence[bytes], headers: dict[str, str] | None
+        self, method: str, path: str, body: Sequence[bytes], headers: dict[str, str] | None, *, fresh: bool
     ) -> tuple[bytes | EngineError, float | None, bool]:
-        """``(body or failure, seconds to wait at least or None: do not retry, may the engine have worked on it)``."""
+        """``(body or failure, seconds to wait at least or None: do not retry, may the engine have worked on it)``.
+
+        ``fresh``: where one kept connection was dead, the others of its age may be so too.
+        """
         url = self.base_url + path
         try:
-            answer = await self._http().request(method, path, body, headers)
+            answer = await self._http().request(method, path, body, headers, fresh=fresh)
         except ConnectFailed as exc:
             return self._unreachable(url, str(exc)), 0.0, False
         except Silence:

@@ -88,14 +88,23 @@ class Http11Client:
         self._live: set[_Connection] = set()
 
     async def request(
-        self, method: str, path: str, parts: Sequence[bytes] = (), headers: Mapping[str, str] | None = None
+        self,
+        method: str,
+        path: str,
+        parts: Sequence[bytes] = (),
+        headers: Mapping[str, str] | None = None,
+        *,
+        fresh: bool = False,
     ) -> Reply:
-        """Send one request, its body in pieces. Raises ConnectFailed, ConnectionLost, Garbled, Silence; ValueError for a header."""
+        """Send one request, its body in pieces; ``fresh``: over a new connection.
+
+        Raises ConnectFailed, ConnectionLost, Garbled, Silence; ValueError for a header.
+        """
         size = sum(map(len, parts))
         head = b"%b %b HTTP/1.1\r\n%b%bContent-Length: %d\r\n\r\n" % (
             method.encode(), (self.origin.prefix + path).encode(), self._head, _lines(headers or {}), size,
         )  # fmt: skip
-        connection = self._pooled() or await self._connect()
+        connection = (None if fresh else self._pooled()) or await self._connect()
         try:
             reply = await connection.exchange([head, *parts], self._read_timeout, bodiless=method == "HEAD")
         except BaseException:
@@ -135,6 +144,8 @@ class Http11Client:
             raise ConnectFailed(f"no connection within {self._connect_timeout:g} s") from exc
         except OSError as exc:
             raise ConnectFailed(str(exc)) from exc
+        if not connection.closed:
+            self._live.add(connection)  # not before: uvloop drops one whose connecting was cancelled without a word
         return connection
 
 
@@ -194,7 +205,6 @@ class _Connection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
-        self._live.add(self)
 
     def get_buffer(self, sizehint: int) -> memoryview | bytearray:
         return self._view[self._at :] if self._view is not None else self._scratch
@@ -232,24 +242,24 @@ class _Connection(asyncio.BufferedProtocol):
                 self._head += data
                 self._read_head()
             if self._framed is not None and self._framed.complete:
-                self._finish(b"".join(self._framed.parts))
+                self._finish(b"".join(self._framed.parts), reusable=not self._framed.surplus)
         except (ValueError, httptools.HttpParserError) as exc:
             self._fail(Garbled(f"it is no HTTP/1.1: {exc}"))
             self.abort()
 
     def _read_head(self) -> None:
         """Parse the head once it is whole, and choose how the body is read."""
-        end = self._head.find(_HEAD_END)
-        if end < 0:
-            if len(self._head) > _MAX_HEAD:
-                raise ValueError(f"its head is longer than {_MAX_HEAD} bytes")
-            return
-        head, rest = bytes(self._head[:end]), bytes(self._head[end + 4 :])
-        status, headers = _parse_head(head)
-        if 100 <= status < 200:
-            self._head = bytearray(rest)
-            self._read_head()
-            return
+        status = 100
+        while 100 <= status < 200:
+            end = self._head.find(_HEAD_END)
+            if end < 0:
+                if len(self._head) > _MAX_HEAD:
+                    raise ValueError(f"its head is longer than {_MAX_HEAD} bytes")
+                return
+            head = bytes(self._head[:end])
+            status, headers = _parse_head(head)
+            del self._head[: end + 4]
+        rest = bytes(self._head)
         self._status, self._headers = status, headers
         if self._bodiless or status in _BODILESS:
             self._finish(b"", reusable=not rest)
@@ -298,16 +308,28 @@ class _Framed:
         self.until_eof = not chunked
         self.parts: list[bytes] = []
         self.complete = False
+        self.surplus = False
+        """Bytes came after its end."""
         self._size = 0
         self._parser = httptools.HttpResponseParser(self) if chunked else None
 
     def feed(self, data: bytes) -> None:
         if self._parser is not None:
-            self._parser.feed_data(data)
+            try:
+                self._parser.feed_data(data)
+            except httptools.HttpParserError:
+                if not self.complete:
+                    raise
+                self.surplus = True
         elif data:
             self.on_body(data)
 
+    def on_message_begin(self) -> None:
+        self.surplus = self.complete
+
     def on_body(self, data: bytes) -> None:
+        if self.complete:
+            return
         self._size += len(data)
         if self._size > _MAX_BODY:
             raise ValueError(f"its body is longer than {_MAX_BODY} bytes")

@@ -17,7 +17,7 @@ from polynya.dialects.neutral import ChatReply, ChatRequest, ToolCall, Usage
 from polynya.engines.base import EngineReply
 from polynya.errors import EngineProtocolError
 from polynya.schema import Float32Array, Int32Array, PolicySpan
-from polynya.tokens.printed import PrintedIds, narrowed, read_printed
+from polynya.tokens.printed import PrintedIds, listed, read_printed
 
 THREAD_BYTES = 256 * 1024
 """Bodies above this are read off the event loop."""
@@ -221,7 +221,7 @@ def _decoded_prompt(body: bytes, what: str) -> Int32Array | None:
     ids = found.prompt_token_ids
     if ids is None and found.choices:
         ids = found.choices[0].prompt_token_ids
-    return narrowed(np.array(ids, dtype=np.int64)) if ids is not None else None
+    return listed(ids) if ids is not None else None
 
 
 def _read_printed(text: bytes, what: str, field: str) -> tuple[Int32Array | None, bool]:
@@ -240,8 +240,7 @@ def _sampled_ids(body: bytes, choice: _Choice, what: str) -> tuple[Int32Array | 
             ids, canonical = _read_printed(inner, what, field)
             return ids, inner if ids is not None and canonical else b""
     if choice.meta_info is not None and choice.meta_info.output_token_logprobs is not None:
-        listed = [entry[1] for entry in choice.meta_info.output_token_logprobs]
-        return narrowed(np.array(listed, dtype=np.int64)), b""
+        return listed([entry[1] for entry in choice.meta_info.output_token_logprobs]), b""
     if choice.logprobs is not None and choice.logprobs.content is not None:
         return _named_ids(body, what), b""
     return None, b""
@@ -258,7 +257,7 @@ def _named_ids(body: bytes, what: str) -> Int32Array | None:
     digits = [text.removeprefix(_ID_PREFIX) for text in texts if text.startswith(_ID_PREFIX)]
     if not texts or len(digits) != len(texts) or not all(text.isascii() and text.isdigit() for text in digits):
         return None
-    return narrowed(np.array([min(int(text[:12]), 2**31) for text in digits], dtype=np.int64))
+    return listed([min(int(text[:12]), 2**31) for text in digits])
 
 
 def _logprobs(choice: _Choice) -> Float32Array | None:

@@ -130,7 +130,17 @@ class GatewayApp:
         elif found.action in ("stored", "forget"):
             await self._stored(exchange, dialect, session, path.rstrip("/").rpartition("/")[2], found.action)
         else:
-            await self._ask(exchange, dialect, session, found, path)
+            try:
+                await self._ask(exchange, dialect, session, found, path)
+            except ClientGone:
+                raise
+            except Exception as exc:
+                _log.exception("a request of session %s failed", session.session_id)
+                session.flags["internal_errors"] += 1
+                if exchange.begun:
+                    raise
+                broken = f"internal error in the gateway: {type(exc).__name__}"
+                await _refuse(exchange, dialect, WireError(fault=Fault.INTERNAL, message=broken))
 
     async def _ask(
         self, exchange: Exchange, dialect: Dialect, session: GatewaySession, found: Route, path: str
@@ -212,6 +222,10 @@ class GatewayApp:
         body: bytes,
         path: str,
     ) -> None:
+        if session.closed:
+            # It ended while the body came or was parsed: the call is none of its, and no failure of it.
+            await _refuse(exchange, dialect, _key_error(Fault.GONE))
+            return
         _count_dropped(session, request)
         digest = body_digest(path, body)
         is_retry = any(exchange.headers.get(name, "0") not in ("", "0") for name in _RETRY_HEADERS)

@@ -171,9 +171,14 @@ class Calls:
                 call = await self._store.begin(session.capture, start)
             except CaptureError as exc:
                 raise self._capture_failed(session, exc) from exc
-            reply, prompt = await self._generate(
-                session, call, EngineRequest(chat=request, sampling=sampling, affinity=session.session_id)
-            )
+            try:
+                reply, prompt = await self._generate(
+                    session, call, EngineRequest(chat=request, sampling=sampling, affinity=session.session_id)
+                )
+            except (CallFailed, asyncio.CancelledError) as exc:
+                if not (isinstance(exc, CallFailed) and exc.error.fault == Fault.CONTEXT_OVERFLOW):
+                    session.compactions.came_to_nothing(maker)
+                raise
             answer = Answer(reply=_with_usage(reply, prompt), head=self._head(call.call_id, request), call=call)
             end = _end_of(reply, prompt, answer.reply, request, self._engine.info.vocab_size)
             await self._commit(session, call, end)

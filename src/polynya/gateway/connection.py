@@ -82,6 +82,8 @@ class Exchange(Head):
         self._send = send
         self._gone: asyncio.Future[None] | None = (scope.get("extensions") or {}).get(GONE)
         self._watching: asyncio.Task[None] | None = None
+        self.begun = False
+        """Something of the reply was sent."""
 
     async def body(self, limit: int) -> bytes:
         if int(self.headers.get("content-length") or 0) > limit:
@@ -116,11 +118,13 @@ class Exchange(Head):
             await asyncio.wait([self._watching])
 
     async def reply(self, status: int, body: bytes, headers: Headers | None = None) -> None:
+        self.begun = True
         fields = [*_JSON, (b"content-length", str(len(body)).encode()), *(headers or [])]
         await self._send({"type": "http.response.start", "status": status, "headers": fields})
         await self._send({"type": "http.response.body", "body": b"" if self.method == "HEAD" else body})
 
     async def begin_events(self) -> None:
+        self.begun = True
         await self._send({"type": "http.response.start", "status": 200, "headers": _SSE})
 
     async def event(self, data: bytes) -> None:

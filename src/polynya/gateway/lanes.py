@@ -105,7 +105,7 @@ def _asks(words: str, *, dialect: str = "", tools: bool | None = False) -> Calla
 def _codex_compacts(headers: Headers, request: ChatRequest) -> bool:
     try:
         return _turn_metadata.decode(headers.get("x-codex-turn-metadata", "{}")).request_kind == "compaction"
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return False
 
 
@@ -208,3 +208,8 @@ class CompactionWatch:
         self._since[maker.agent] = 0
         self._row[maker.agent] += 1
         return self._row[maker.agent] <= self.IN_A_ROW
+
+    def came_to_nothing(self, maker: Maker) -> None:
+        """The call was cancelled, or the engine failed: the agent asks again, and that is no further compaction."""
+        if maker.lane == Lane.COMPACTION and self._row[maker.agent]:
+            self._row[maker.agent] -= 1

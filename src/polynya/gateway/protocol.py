@@ -16,7 +16,7 @@ import numpy as np
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 DIRECT_BYTES = 64 * 1024 * 1024
-"""Pages of a buffer cost memory only when they are written, so a client that lies about its length gains nothing."""
+"""The buffer is not filled beforehand, and unwritten pages cost nothing: a client that lies about its length gains nothing."""
 GONE = "polynya.gone"
 """Extension of the ASGI scope: a future that is done when the connection is lost."""
 _SCRATCH = 16 * 1024
@@ -29,6 +29,8 @@ class _Http(HttpToolsProtocol):
 
     whole: memoryview | None = None
     at = 0
+    declined = False
+    """The head that was just read asks for an upgrade that is not served."""
     gone: asyncio.Future[None] | None = None
 
     def on_message_begin(self) -> None:
@@ -42,7 +44,39 @@ class _Http(HttpToolsProtocol):
         if self.gone is not None and not self.gone.done():
             self.gone.set_result(None)
 
+    def data_received(self, data: bytes) -> None:
+        """An upgrade that is not served is passed over (clients in Java ask for one with each request); its body is read."""
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            if not self.declined:
+                if self._should_upgrade():
+                    self.handle_websocket_upgrade()
+                return
+            head = [
+                self.parser.get_method(),
+                b" ",
+                self.url,
+                b" HTTP/",
+                self.parser.get_http_version().encode(),
+                b"\r\n",
+            ]
+            for name, value in self.headers:
+                tokens = [token for token in value.split(b",") if token.strip().lower() == b"close"]
+                if name != b"upgrade":
+                    head += [name, b": ", b",".join(tokens) if name == b"connection" else value, b"\r\n"]
+            self.declined = False
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn has it
+            self.data_received(b"".join([*head, b"\r\n", data[upgrade.args[0] :]]))
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade() and not self._should_upgrade() and self.parser.get_method() != b"CONNECT":
+            self.declined = True
+            return
         super().on_headers_complete()
         length = next((value for name, value in self.headers if name == b"content-length"), b"")
         chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
@@ -62,6 +96,8 @@ class _Http(HttpToolsProtocol):
             self.at += len(body)
 
     def on_message_complete(self) -> None:
+        if self.declined:
+            return
         if self.whole is not None:
             self._hand_on(self.whole)
         super().on_message_complete()

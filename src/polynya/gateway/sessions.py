@@ -157,6 +157,8 @@ class GatewaySession:
         history = self._responses.get(f"resp_{answer.head.reply_id}")
         if history is not None:
             self._responses[f"resp_{head.reply_id}"] = history
+        if (kept := self.stored.get(f"resp_{answer.head.reply_id}")) is not None:
+            self.stored[f"resp_{head.reply_id}"] = (kept[0], msgspec.structs.replace(answer, head=head))
 
     def keep_reply(self, digest: bytes, answer: Answer) -> None:
         self.replies[digest] = answer

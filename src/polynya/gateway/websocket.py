@@ -131,7 +131,8 @@ class ResponsesSocket(Head):
             lane = found.stream_id or "" if isinstance(found, Frame) else ""
             crowded = len(self._turns) >= MAX_WAITING
             turn = asyncio.create_task(self._turn(answer, body, found, self._last.get(lane), crowded=crowded))
-            self._last[lane] = turn
+            if not crowded:
+                self._last[lane] = turn
             self._turns.add(turn)
             turn.add_done_callback(functools.partial(self._ended, lane))
 
@@ -151,6 +152,8 @@ class ResponsesSocket(Head):
     ) -> None:
         if before is not None and not crowded:
             await asyncio.wait([before])
+        if self.reading.done():
+            return
         turn = SocketTurn(self, frame if isinstance(frame, Frame) else Frame(type=""))
         try:
             if isinstance(frame, WireError):

@@ -15,7 +15,6 @@ import numpy as np
 from polynya.schema import Int32Array
 
 _COMMA = ord(",")
-_COMMA_ZERO = int.from_bytes(b",0", "little")
 _LONG = 8192
 _INT32_MAX = 2**31 - 1
 _LEADING_ZERO = re.compile(rb"(?:^|,)0[0-9]")
@@ -77,12 +76,9 @@ def read_printed(text: bytes) -> tuple[Int32Array | None, bool]:
     """The same, and whether the text is canonical."""
     if not text or text.isspace():
         return np.empty(0, dtype=np.int32), not text
-    strange = text.translate(None, b"0123456789,")
-    ids = _numbers(text) if not strange.translate(None, b"- \n\r\t") else None
-    if ids is None or ids.size != ids_in(text):
-        raise ValueError(f"no list of integers: it starts with {text.strip()[:60]!r}")
-    leads = not strange and _may_lead_with_zero(text) and _LEADING_ZERO.search(text) is not None
-    return narrowed(ids), not strange and not leads
+    if _is_canonical(text):
+        return narrowed(np.fromstring(text.decode("ascii"), dtype=np.int64, sep=",")), True
+    return _decoded(text), False
 
 
 def narrowed(ids: np.ndarray[Any, np.dtype[np.int64]]) -> Int32Array | None:
@@ -102,22 +98,32 @@ def ids_in(text: bytes) -> int:
     return int(np.count_nonzero(np.frombuffer(text, dtype=np.uint8) == _COMMA)) + 1
 
 
-def _may_lead_with_zero(text: bytes) -> bool:
-    if text.startswith(b"0"):
-        return True
+def _holds(text: bytes, pair: bytes) -> bool:
     if len(text) < _LONG:
-        return b",0" in text
+        return pair in text
+    wanted = int.from_bytes(pair, "little")
     return any(
-        bool((np.frombuffer(text, dtype="<u2", offset=offset, count=(len(text) - offset) // 2) == _COMMA_ZERO).any())
+        bool((np.frombuffer(text, dtype="<u2", offset=offset, count=(len(text) - offset) // 2) == wanted).any())
         for offset in (0, 1)
     )
 
 
-def _numbers(text: bytes) -> np.ndarray[Any, np.dtype[np.int64]] | None:
+def listed(ids: list[int]) -> Int32Array | None:
+    """The same of integers of any size."""
     try:
-        return np.fromstring(text.decode("ascii"), dtype=np.int64, sep=",")
-    except (DeprecationWarning, ValueError):
+        return narrowed(np.array(ids, dtype=np.int64))
+    except OverflowError:
         return None
+
+
+def _decoded(text: bytes) -> Int32Array | None:
+    """The same for a text of any form."""
+    try:
+        if text.translate(None, b"0123456789,- \n\r\t"):
+            raise ValueError("other characters than those of integers")
+        return listed(msgspec.json.decode(b"[" + text + b"]", type=list[int]))
+    except (ValueError, msgspec.DecodeError) as exc:
+        raise ValueError(f"no list of integers: it starts with {text.strip()[:60]!r}") from exc
 
 
 def reread(text: bytes) -> Int32Array:
@@ -127,6 +133,13 @@ def reread(text: bytes) -> Int32Array:
 
 def print_ids(ids: Int32Array) -> bytes:
     return ",".join(map(str, ids.tolist())).encode()
+
+
+def _is_canonical(text: bytes) -> bool:
+    """Whether it is a list of ids as ``print_ids`` prints it."""
+    if text.translate(None, b"0123456789,") or text.startswith(b",") or text.endswith(b",") or _holds(text, b",,"):
+        return False
+    return not (text.startswith(b"0") or _holds(text, b",0")) or _LEADING_ZERO.search(text) is None
 
 
 def offset_of(text: bytes, index: int) -> int:

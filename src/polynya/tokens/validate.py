@@ -48,16 +48,17 @@ def judge(
         detail = f"sent {len(sent_prompt_ids)} ids, the engine conditioned on {len(prompt_ids)}"
         shared = common_prefix(prompt_ids, sent_prompt_ids)
         return Judgement(exclusion=Exclusion.PROMPT_ECHO_MISMATCH, position=shared, detail=detail)
-    given = 0 if logprobs is None else len(logprobs)
-    if logprobs is None or given != len(sampled_ids):
-        return Judgement(
-            exclusion=Exclusion.LENGTH_MISMATCH, detail=f"{len(sampled_ids)} sampled ids, {given} logprobs"
-        )
+    # ids before all else: what extends this prompt takes them for judged
     for name, ids in (("prompt_ids", prompt_ids), ("sampled_ids", sampled_ids)):
         at = None if _all_in_range(ids, vocab_size) else _first(_out_of_range(ids, vocab_size))
         if at is not None:
             place = at + known if name == "prompt_ids" else at
             return Judgement(exclusion=Exclusion.ID_OUT_OF_RANGE, position=place, detail=f"{name}[{place}] = {ids[at]}")
+    given = 0 if logprobs is None else len(logprobs)
+    if logprobs is None or given != len(sampled_ids):
+        return Judgement(
+            exclusion=Exclusion.LENGTH_MISMATCH, detail=f"{len(sampled_ids)} sampled ids, {given} logprobs"
+        )
     at = None if _all_logprobs(logprobs) else _first(~_is_logprob(logprobs))
     if at is not None:
         return Judgement(exclusion=Exclusion.NONFINITE_LOGPROB, position=at, detail=f"logprobs[{at}] = {logprobs[at]}")
