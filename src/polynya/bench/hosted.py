@@ -27,6 +27,7 @@ from polynya.capture.journal import Journal
 from polynya.capture.store import CaptureStore, SessionCapture
 from polynya.config import GatewaySettings, JournalSettings
 from polynya.engines.compatible import CompatibleEngine
+from polynya.gateway.heap import serving_heap
 from polynya.gateway.server import Gateway
 from polynya.gateway.sessions import GatewaySession, SessionGrant
 
@@ -132,4 +133,5 @@ def _say(value: Any) -> None:
 
 
 if __name__ == "__main__":
-    uvloop.run(_serve(msgspec.json.decode(sys.argv[1], type=Hosting)))
+    with serving_heap():
+        uvloop.run(_serve(msgspec.json.decode(sys.argv[1], type=Hosting)))

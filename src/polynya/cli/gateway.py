@@ -13,6 +13,7 @@ import uvloop
 from polynya.cli.console import err, errors_said, print_json
 from polynya.cli.engines import EngineOption, ModelOption, make_engine
 from polynya.config import GatewaySettings, Settings
+from polynya.gateway.heap import serving_heap
 from polynya.rollout.manual import ManualOptions, ManualSession
 from polynya.schema import SamplingSpec
 
@@ -42,7 +43,8 @@ def gateway(
             text_only=text_only,
         )
         session = ManualSession(made.engine, options)
-        uvloop.run(_serve(session))
+        with serving_heap():
+            uvloop.run(_serve(session))
 
 
 async def _serve(session: ManualSession) -> None:

@@ -18,6 +18,7 @@ from polynya.cli.display import Display, final_lines, final_table
 from polynya.cli.engines import EngineOption, ModelOption, make_engine
 from polynya.config import NodeLimits, Settings, cache_dir
 from polynya.errors import SessionCancelled, TaskFileError
+from polynya.gateway.heap import serving_heap
 from polynya.rollout.rundir import read_results
 from polynya.rollout.runner import RunHooks, Runner, RunOptions
 from polynya.rollout.tasks import load_tasks
@@ -93,7 +94,8 @@ def execute(
         )
         hooks = RunHooks(on_event=display.on_event, on_progress=display.on_progress, on_start=display.on_start)
         runner = Runner(specs, made.engine, options, hooks)
-        record = uvloop.run(_with_signals(runner))
+        with serving_heap():
+            record = uvloop.run(_with_signals(runner))
     if record is None:
         raise SessionCancelled("interrupted before any session began", fix="run it again")
     _show(record, path, as_json)
