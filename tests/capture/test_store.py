@@ -96,6 +96,16 @@ async def test_messages_and_tools_are_stored_as_deltas(bench: Bench) -> None:
     assert (second.messages_json, second.tools_json) == ("[1,2,3]", tools.decode())
 
 
+async def test_tools_that_come_with_every_request_are_held_once(bench: Bench) -> None:
+    capture = await bench.store.open_session("s", 1)
+    tools = b'[{"name":"bash"}]'
+    await bench.store.begin(capture, start([b"1"], tools=tools))
+    again = bytes(bytearray(tools))
+    assert capture.same_tools(again) is tools
+    other = b"[]"
+    assert capture.same_tools(other) is other
+
+
 async def test_call_without_an_outcome_is_unfinished_and_costs_nothing(bench: Bench) -> None:
     capture = await bench.store.open_session("s", 1)
     call = await bench.store.begin(capture, start())

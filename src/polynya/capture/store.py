@@ -112,6 +112,10 @@ class SessionCapture:
         if base is not None and call.intent.messages:
             base.echoed(call.intent.messages[0])
 
+    def same_tools(self, tools: bytes) -> bytes:
+        """The same bytes, as an earlier call holds them where one does: they come with every request."""
+        return next((theirs.tools for _, theirs in self._recent if theirs.tools == tools), tools)
+
     def base_of(self, messages: list[bytes], tools: bytes) -> tuple[StoredCall | None, int, bool]:
         """The recent call that shares most leading messages, how many these are, and whether its tools are the same."""
         best: tuple[StoredCall | None, int, bool] = (None, 0, False)

@@ -152,7 +152,7 @@ class Calls:
                 raise self._compacts_for_ever(session)
             session.calls_begun += 1
             messages = [message.raw for message in request.messages]
-            tools = bytes(request.tools_raw) if request.tools_raw is not None else b"[]"
+            tools = session.capture.same_tools(bytes(request.tools_raw) if request.tools_raw is not None else b"[]")
             at_most = min(body_size // _BYTES_PER_TOKEN, _prompt_bound(session.capture, messages, tools))
             sampling = await self._clamped(request, effective(request.sampling, session.grant.sampling), at_most)
             start = CallStart(
