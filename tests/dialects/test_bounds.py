@@ -56,3 +56,25 @@ def test_length_out_of_range_is_refused_by_name(name: str, field: str) -> None:
 def test_only_a_formats_own_type_says_whether_it_is_free(shape: Any, guided: bool) -> None:
     raw = json.dumps({**CHAT, "response_format": shape}, separators=(",", ":")).encode()
     assert DIALECTS["openai_chat"].parse(raw, "/v1/chat/completions").guided is guided
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "field"),
+    [
+        ("openai_responses", {"model": "m", "input": "x", "conversation": "conv_1"}, "conversation"),
+        ("openai_responses", {"model": "m", "input": "x", "prompt": {"id": "pmpt_1"}}, "prompt"),
+        ("openai_responses", {"model": "m", "input": "x", "background": True}, "background"),
+        ("google_generate", {**GOOGLE, "cachedContent": "cachedContents/abc"}, "cachedContent"),
+        ("anthropic_messages", {**CHAT, "container": "container_1"}, "container"),
+        ("anthropic_messages", {**CHAT, "mcp_servers": [{"type": "url", "url": "https://x"}]}, "mcp_servers"),
+    ],
+)
+def test_context_that_the_provider_keeps_is_refused_by_name_never_left_out(
+    name: str, body: dict[str, Any], field: str
+) -> None:
+    path = "/v1beta/models/m:generateContent"
+    with pytest.raises(BadRequest, match=field) as caught:
+        DIALECTS[name].parse(json.dumps(body).encode(), path)
+    assert caught.value.field == field
+    for empty in (None, False, [], {}, ""):
+        DIALECTS[name].parse(json.dumps({**body, field: empty}).encode(), path)

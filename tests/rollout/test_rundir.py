@@ -121,6 +121,12 @@ def test_line_that_cannot_be_read_is_an_error_with_its_number(begin: Open, resum
         resume()
 
 
+def test_run_of_the_gateway_alone_is_not_gone_on_with(begin: Open, resume: Open) -> None:
+    begin().write_json("run.json", {"command": "gateway"})
+    with pytest.raises(RunDirError, match="polynya gateway"):
+        resume()
+
+
 def test_rows_without_a_line_are_dropped(begin: Open, resume: Open) -> None:
     run = begin()
     run.commit(*finished("t.0"))

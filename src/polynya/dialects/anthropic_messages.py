@@ -197,6 +197,9 @@ def _frame(text: bytes, wire: _Request) -> ChatRequest:
     if wire.max_tokens is not None and wire.max_tokens < 1:
         raise BadRequest(f"max_tokens: {wire.max_tokens} is below 1", field="max_tokens")
     leftovers: dict[str, Any] = {key: value for key, value in _object.decode(text).items() if key not in _KNOWN}
+    media.refuse_held_elsewhere(
+        leftovers, {"container": "send what it holds", "mcp_servers": "send their tools as tools"}
+    )
     notes = media.Notes()
     system = _system(wire.system, leftovers, notes)
     tools = _tools(wire.tools)

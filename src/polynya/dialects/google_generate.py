@@ -180,6 +180,7 @@ class GoogleGenerate:
             )
         leftovers: dict[str, Any] = {key: value for key, value in fields.items() if key not in _KNOWN}
         notes = media.Notes()
+        media.refuse_held_elsewhere(leftovers, {"cachedContent": "send the contents themselves"})
         tools, tools_raw = _tools(wire.tools or [], leftovers, notes)
         return ChatRequest(
             dialect=self.name,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+from collections.abc import Mapping
 from typing import Any, Generic, Literal, TypeVar
 from urllib.parse import unquote_to_bytes
 
@@ -95,6 +96,16 @@ def data_url(notes: Notes, url: str, where: str) -> dict[str, Any]:
     if "base64" not in options:
         data = base64.b64encode(unquote_to_bytes(data)).decode()
     return blob(notes, mime_type, data, where)
+
+
+def refuse_held_elsewhere(fields: Mapping[str, Any], names: Mapping[str, str]) -> None:
+    """Raises BadRequest for a field that stands for context which the provider keeps: without it the prompt is another.
+
+    ``names``: field → what to send instead.
+    """
+    for name, instead in names.items():
+        if name in fields and bytes(fields[name]) not in (b"null", b"false", b'""', b"[]", b"{}"):
+            raise BadRequest(f"{name}: it names what is not kept here; {instead}", field=name)
 
 
 def unserved(where: str, what: str) -> BadRequest:

@@ -92,6 +92,13 @@ _format_decoder = msgspec.json.Decoder(_Format)
 _ROLES: dict[str, Role] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 
+_HELD_ELSEWHERE = {
+    "conversation": "send the history as input, or previous_response_id",
+    "prompt": "send its text as instructions or input",
+    "background": "send the request without it: a reply is given on its own connection",
+}
+
+
 class OpenAIResponses:
     name = "openai_responses"
 
@@ -117,6 +124,7 @@ class OpenAIResponses:
         if wire.max_output_tokens is not None and wire.max_output_tokens < 1:
             raise BadRequest(f"max_output_tokens: {wire.max_output_tokens} is below 1", field="max_output_tokens")
         leftovers: dict[str, Any] = {key: value for key, value in _object.decode(body).items() if key not in _KNOWN}
+        media.refuse_held_elsewhere(leftovers, _HELD_ELSEWHERE)
         if box.dropped:
             leftovers["dropped_tools"] = box.dropped
         return ChatRequest(

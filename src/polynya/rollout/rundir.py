@@ -102,6 +102,10 @@ class RunDir:
             raise RunDirError(f"{self.path}: no run.json in it", fix="leave --resume out to begin a new run") from exc
         except (OSError, msgspec.DecodeError) as exc:
             raise RunDirError(f"{self.path}/run.json cannot be read: {exc}", fix="choose another --out") from exc
+        if record.get("command") == "gateway":
+            raise RunDirError(
+                f"{self.path} is of `polynya gateway`, which has no tasks to go on with", fix="choose another --out"
+            )
         try:
             self._open()
             self._results = {item.session_id: item for item in read_results(self.path) if str(item.status) in keep}
