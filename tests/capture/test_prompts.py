@@ -157,8 +157,11 @@ async def test_any_history_is_rebuilt_exactly_however_its_ids_come(
         await session.call(given, sampled, told=form != "untold")
     await session.journal.close()
     live: SessionCapture = session.capture
-    for found in (live, recover(directory)[("s", 1)]):
+    read = recover(directory)[("s", 1)]
+    for found in (live, read, live):
         assert [(call.prompt_ids.tolist(), call.sampled_ids.tolist()) for call in found.calls] == [
             (prompt, sampled) for prompt, sampled, _ in history
         ]
         assert [call.prompt_len for call in found.calls] == [len(prompt) for prompt, _, _ in history]
+        for call in found.calls:
+            call.unprint()

@@ -171,3 +171,12 @@ def test_changed_tools_are_read_anew() -> None:
     for name in ("a", "a", "b"):
         request = OpenAIChat().parse(body_of(messages, tools=[tool(name)]), PATH, history)
         assert [spec.name for spec in request.tools] == [name]
+
+
+def test_what_is_nested_too_deep_is_refused_in_words_after_other_requests_too() -> None:
+    history: History[Any] = History(1)
+    known = compact({"role": "user", "content": "hello"})
+    OpenAIChat().parse(body_of([json.loads(known)]), PATH, history)
+    deep = b'{"role":"user","content":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    with pytest.raises(BadRequest):
+        OpenAIChat().parse(b'{"model":"m","messages":[' + known + b"," + deep + b'],"max_tokens":5}', PATH, history)

@@ -64,6 +64,11 @@ class StoredCall:
         self._id_base = id_base
         self._keep = record.keep
 
+    def unprint(self) -> None:
+        """Read the printed ids once and for all: no prompt comes any more that is compared with them."""
+        self._context, self._context_text = self.context_ids, None
+        self._sampled, self._sampled_text = self.sampled_ids, None
+
     def echoed(self, message: bytes) -> None:
         """A later request holds its reply: the same bytes are held once."""
         record = self.outcome_record

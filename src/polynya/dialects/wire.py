@@ -92,7 +92,7 @@ class Reader(msgspec.Struct, Generic[R, V], frozen=True):
         cut = history.cut(body, b'"%b":[' % self.name.encode())
         if (known := history.framed(cut)) is not None:
             frame, part = known
-            with contextlib.suppress(msgspec.DecodeError):
+            with contextlib.suppress(msgspec.DecodeError, RecursionError):
                 raws: list[msgspec.Raw] = _raws.decode(readable(b"[" + part + b"]"))
                 values = self._values(raws, len(cut.values))
                 history.remember(cut, raws, values)

@@ -153,8 +153,11 @@ class Calls:
             session.calls_begun += 1
             messages = [message.raw for message in request.messages]
             tools = session.capture.same_tools(bytes(request.tools_raw) if request.tools_raw is not None else b"[]")
-            at_most = min(body_size // _BYTES_PER_TOKEN, _prompt_bound(session.capture, messages, tools))
-            sampling = await self._clamped(request, effective(request.sampling, session.grant.sampling), at_most)
+            sampling = effective(request.sampling, session.grant.sampling)
+            if not self._fits(sampling, body_size // _BYTES_PER_TOKEN) and not self._fits(
+                sampling, _prompt_bound(session.capture, messages, tools)
+            ):
+                sampling = await self._clamped(request, sampling)
             start = CallStart(
                 dialect=request.dialect,
                 lane=maker.lane,
@@ -229,15 +232,15 @@ class Calls:
         fault = Fault.STORAGE_FULL if isinstance(error, DiskFull) else Fault.INTERNAL
         return CallFailed(WireError(fault=fault, message=str(error)))
 
-    async def _clamped(self, request: ChatRequest, sampling: EffectiveSampling, at_most: int) -> EffectiveSampling:
-        """``max_tokens`` beyond the window is clamped, not refused; the prompt is counted only where it can matter.
+    def _fits(self, sampling: EffectiveSampling, at_most: int) -> bool:
+        """Whether a prompt of at most so many tokens leaves room in the window for ``max_tokens``."""
+        window = self._engine.info.window
+        return window is None or sampling.max_tokens is None or at_most + sampling.max_tokens <= window
 
-        ``at_most``: prompt tokens that it cannot exceed.
-        """
+    async def _clamped(self, request: ChatRequest, sampling: EffectiveSampling) -> EffectiveSampling:
+        """``max_tokens`` beyond the window is clamped, not refused; for that the prompt is counted."""
         window = self._engine.info.window
         if window is None or sampling.max_tokens is None:
-            return sampling
-        if at_most + sampling.max_tokens <= window:
             return sampling
         try:
             room = window - await self._engine.count_tokens(request)

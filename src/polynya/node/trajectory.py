@@ -15,6 +15,8 @@ _encode = msgspec.json.Encoder().encode
 def trajectory_of(capture: SessionCapture, *, builder: BuilderSpec, vocab_size: int | None = None) -> Trajectory:
     """Build all rows of an attempt. Raises CaptureError when an invariant of the builders does not hold."""
     calls = capture.calls
+    for call in calls:
+        call.unprint()
     built = build(
         calls,
         session_id=capture.session_id,
