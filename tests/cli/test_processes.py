@@ -96,8 +96,10 @@ def test_interrupted_run_keeps_what_is_done_and_goes_on(cli: Cli, number: signal
     assert process.returncode == 130, stderr
     assert "go on with --resume --out out" in stderr and "Traceback" not in stderr
     out = cli.folder / "out"
-    kept = (out / "sessions.jsonl").read_bytes().splitlines()[0]
-    assert json.loads(kept)["session_id"] == "t.0"
+    lines = (out / "sessions.jsonl").read_bytes().splitlines()
+    # sessions that were cancelled while waiting may be written before the one whose end was shown
+    (kept,) = [line for line in lines if json.loads(line)["session_id"] == "t.0"]
+    assert json.loads(kept)["status"] == "completed"
     assert {str(result.status) for result in read_results(out)} == {"completed", "cancelled"}
     assert check_run(out) == []
     assert not [label for label in marks.labels().values() if f"{cli.folder}" in label]
@@ -105,7 +107,7 @@ def test_interrupted_run_keeps_what_is_done_and_goes_on(cli: Cli, number: signal
     (cli.folder / "free").touch()
     record = cli(*args, "--resume", "--json").one_object()
     assert record["summary"]["by_status"] == {"completed": 4}
-    assert (out / "sessions.jsonl").read_bytes().splitlines()[0] == kept
+    assert kept in (out / "sessions.jsonl").read_bytes().splitlines()
     assert check_run(out) == []
 
 
