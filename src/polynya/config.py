@@ -33,6 +33,10 @@ class GatewaySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_body_bytes: int = 32 * 1024 * 1024
     calls_in_flight_per_session: Annotated[int, msgspec.Meta(ge=1)] = 64
     engine_timeout_seconds: Annotated[float, msgspec.Meta(gt=0)] = 1800.0
+    continuation: bool = True
+    """A call that goes on from a captured one is prompted with that call's ids. Off: the engine renders every prompt."""
+    thinking: Literal["retain", "template"] = "retain"
+    """Where a user message makes a template leave out earlier thinking: keep it, as sampled, or split there as the template does."""
 
 
 class JournalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

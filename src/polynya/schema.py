@@ -93,6 +93,26 @@ class Exclusion(StrEnum):
     """Finished after the session was sealed."""
 
 
+class Break(StrEnum):
+    """Why a prompt does not extend an earlier call of its agent. The first six are edits, the others drift."""
+
+    TOOL_LIST_CHANGED = "tool_list_changed"
+    SYSTEM_CHANGED = "system_changed"
+    HISTORY_EDITED = "history_edited"
+    """Cleared, rewritten or rewound."""
+    COMPACTION = "compaction"
+    FOREIGN_ASSISTANT = "foreign_assistant"
+    """The history holds an assistant turn that no call of the session gave."""
+    REPEATED = "repeated"
+    """The same history again: a retry, or another sample of the first turn."""
+    REASONING_STRIPPED = "reasoning_stripped"
+    ARGUMENTS_RESERIALISED = "arguments_reserialised"
+    RETOKENISED = "retokenised"
+    """The same reply came back as other ids."""
+    TEMPLATE = "template"
+    """The chat template renders the same history otherwise than before."""
+
+
 # --- what is asked -----------------------------------------------------------------------------------------------
 
 
@@ -268,7 +288,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     calls_by_outcome: dict[str, int] = {}
     """``ok``, ``cancelled``, ``failed``, ``unfinished`` → calls."""
     chain_breaks: dict[str, int] = {}
-    """Cause → transitions at which a prompt did not extend an earlier call of its session."""
+    """``Break`` → transitions at which a prompt did not extend an earlier call of its agent."""
 
     def balanced(self) -> bool:
         return self.captured == self.trained + sum(self.excluded.values())
@@ -281,6 +301,8 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     session_id: str
     lane: str
     segment: int
+    compacted_from: str | None = None
+    """The row whose history this one's was condensed from."""
     input_ids: Int32Array
     loss_mask: UInt8Array
     logprobs: Float32Array
@@ -327,6 +349,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     sampled_len: int
     parent_call_id: str | None
     """The call whose prompt and sampled ids this prompt strictly extends."""
+    break_cause: str | None
+    """``Break``: why it extends none although its agent called before."""
     base_call_id: str | None
     base_keep: int
     context_ids: Int32Array
@@ -373,6 +397,9 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     runtime: str = ""
     sampling: dict[str, Any] = {}
     """The values actually sent to the engine in the session's last call."""
+    continuation: str = "off"
+    """How later turns were prompted: ``retain`` (ids of the captured turns, their thinking kept), ``template`` (the same, split
+    where the template drops thinking) or ``off`` (the engine rendered the messages)."""
 
 
 class SessionResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ from polynya.dialects.neutral import ChatMessage, ChatRequest, ToolSpec
 from polynya.dialects.wire import chat_message
 from polynya.engines.base import EffectiveSampling, EngineRequest
 from polynya.schema import Int32Array
+from polynya.tokens.printed import GivenIds
 
 BASH: dict[str, Any] = {
     "type": "function",
@@ -52,5 +53,5 @@ def ask(
         chat=chat(*(texts or ("hi",)), tools=tools),
         sampling=EffectiveSampling(**sampling),
         affinity=affinity,
-        prompt_ids=prompt_ids,
+        prompt=None if prompt_ids is None else GivenIds(prompt_ids),
     )

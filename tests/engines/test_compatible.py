@@ -277,3 +277,16 @@ async def test_a_plain_openai_server_is_text_only_and_gets_standard_fields() -> 
     assert (info.kind, info.trainable, reply.reply.text, texts) == ("openai", False, "hello", {})
     assert reply.prompt_ids is None and reply.sampled_ids is None and reply.logprobs is None
     assert not {"top_k", "min_p", "repetition_penalty", "return_token_ids"} & set(app.body)
+
+
+async def test_version_of_the_weights_is_that_before_and_after_the_call_and_salts_the_cache() -> None:
+    script = Script(steps=[Step(text="abc"), Step(text="abc", hold=True)], policy_version="7")
+    async with engine_on(script) as (engine, app):
+        reply = await engine.generate(ask("one"))
+        assert reply.policy_spans == [PolicySpan("7", 0, 4)]
+        assert msgspec.json.decode(app.bodies[-1])["cache_salt"] == "7"
+        call = asyncio.create_task(engine.generate(ask("one", "two", "three")))
+        await app.desk.until(lambda: app.desk.in_flight == 1)
+        app.desk.policy_version = "8"
+        app.desk.release()
+        assert (await call).policy_spans == [PolicySpan("7..8", 0, 4)]

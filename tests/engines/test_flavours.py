@@ -1,16 +1,19 @@
 """What each kind of engine is asked for."""
 
+import numpy as np
 import pytest
 
 from polynya.engines.base import EffectiveSampling
 from polynya.engines.flavours import OPENAI, SGLANG, VLLM
+from polynya.tokens.printed import GivenIds
 
 
 def test_prompt_ids_go_where_each_engine_reads_them() -> None:
-    assert VLLM.prompt([1, 2]) == {"kv_transfer_params": {"prompt_token_ids": [1, 2]}}
-    assert SGLANG.prompt([1, 2]) == {"input_ids": [1, 2]}
+    given = GivenIds(pieces=[b"1,2", b"30"])
+    assert b"".join(VLLM.prompt(given)) == b',"kv_transfer_params":{"prompt_token_ids":[1,2,30]}'
+    assert b"".join(SGLANG.prompt(GivenIds(np.array([1, 2], dtype=np.int32)))) == b',"input_ids":[1,2]'
     with pytest.raises(TypeError, match="openai takes no prompt ids"):
-        OPENAI.prompt([1])
+        OPENAI.prompt(given)
 
 
 def test_no_top_k_is_spelled_as_each_engine_wants_it() -> None:

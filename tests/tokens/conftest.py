@@ -25,6 +25,8 @@ class FakeCall:
         delivered: bool = True,
         finish_reason: str = "stop",
         spans: list[PolicySpan] | None = None,
+        messages: list[bytes] | None = None,
+        reply: bytes = b"{}",
     ) -> None:
         self.call_id = call_id
         self.prompt_ids: Int32Array = np.array(prompt, dtype=np.int32)
@@ -38,8 +40,15 @@ class FakeCall:
         self.delivered = delivered
         self.finish_reason = finish_reason
         self.policy_spans = spans or []
+        self.extends: FakeCall | None = None
+        self.messages = messages or []
+        self.reply = reply
         self.messages_json = "[]"
         self.tools_json = "[]"
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.prompt_ids)
 
     @property
     def sampled_count(self) -> int:

@@ -146,6 +146,12 @@ class StoredCall:
         return self._id_base
 
     @property
+    def extends(self) -> StoredCall | None:
+        """``id_base``, when the prompt begins with all of its ids."""
+        base = self._id_base
+        return base if base is not None and self._keep == base.total_len else None
+
+    @property
     def keep(self) -> int:
         return self._keep
 
@@ -190,8 +196,12 @@ class StoredCall:
         return [message for part in reversed(parts) for message in part]
 
     @property
+    def reply(self) -> bytes:
+        return self.outcome_record.reply if self.outcome_record else b""
+
+    @property
     def messages_json(self) -> str:
-        reply = [self.outcome_record.reply] if self.outcome_record and self.outcome_record.reply else []
+        reply = [self.reply] if self.reply else []
         return (b"[" + b",".join(self.messages + reply) + b"]").decode()
 
     @property

@@ -39,8 +39,8 @@ class CallIntent(msgspec.Struct, frozen=True, kw_only=True, tag_field="k", tag="
     tools: bytes | None = None
     """Raw JSON list; None: the same as ``base``'s."""
     sampling: dict[str, Any] = {}
-    prompt_sent: bool = False
-    """A continuation: the prompt went as ids."""
+    continues: str = ""
+    """Id of the call that the prompt goes on from; the prompt went as ids."""
     lane_rule: str = ""
     """The rule that gave a lane other than ``main``."""
     agent: str = ""

@@ -39,7 +39,8 @@ class CallStart(msgspec.Struct, frozen=True, kw_only=True):
     """Raw JSON of each message."""
     tools: bytes = b"[]"
     sampling: dict[str, Any] = {}
-    prompt_sent: bool = False
+    continues: str = ""
+    """Id of the call that the prompt goes on from, which went upstream as ids."""
     lane_rule: str = ""
     agent: str = ""
     parent_agent: str = ""
@@ -176,7 +177,7 @@ class CaptureStore:
             messages=start.messages[keep:],
             tools=None if same_tools else start.tools,
             sampling=start.sampling,
-            prompt_sent=start.prompt_sent,
+            continues=start.continues,
             lane_rule=start.lane_rule,
             agent=start.agent,
             parent_agent=start.parent_agent,

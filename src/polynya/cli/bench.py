@@ -18,6 +18,7 @@ from polynya.bench.gateway import EXTRAS, gateway_report
 from polynya.bench.measure import Options
 from polynya.bench.peers import ENVIRONMENTS
 from polynya.bench.report import Grid, grids, markdown
+from polynya.bench.tokens import tokens_report
 from polynya.bench.workload import SIZES
 from polynya.cli.console import EXIT_INFRA, err, errors_said, out, print_json
 from polynya.config import cache_dir
@@ -115,6 +116,22 @@ def gateway(
         for grid in grids(report):
             out.print(_table(grid))
     raise typer.Exit(0 if report["exact"] else EXIT_INFRA)
+
+
+@app.command()
+def tokens(as_json: Annotated[bool, _JSON] = False) -> None:
+    """What matching, bridging, capturing and merging cost at 130k tokens, in CPU time of this process."""
+    report = tokens_report()
+    if as_json:
+        print_json(report)
+        return
+    table = Table(title="bench tokens", header_style="bold")
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    for name, value in ({**report, **report["merge"]}).items():
+        if not isinstance(value, dict):
+            table.add_row(name, f"{value:,}")
+    out.print(table)
 
 
 async def _gateway(

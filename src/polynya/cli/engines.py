@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from enum import StrEnum
 from typing import Annotated
 
 import msgspec
 import typer
 
+from polynya.config import GatewaySettings
 from polynya.engines import create_engine
 from polynya.engines.base import Engine
+
+
+class Thinking(StrEnum):
+    """``GatewaySettings.thinking``."""
+
+    RETAIN = "retain"
+    TEMPLATE = "template"
+
 
 EngineOption = Annotated[
     str,
@@ -30,6 +40,19 @@ ModelOption = Annotated[
         show_default=False,
     ),
 ]
+ContinuationOption = Annotated[
+    bool,
+    typer.Option(
+        "--continuation/--no-continuation",
+        help="Prompt later turns with the captured ids of the earlier ones. Without, the engine renders every prompt anew.",
+    ),
+]
+ThinkingOption = Annotated[
+    Thinking,
+    typer.Option(
+        help="Where a user message makes the chat template drop earlier thinking: retain it as sampled, or split as the template does."
+    ),
+]
 _EMBEDDED_SLOTS = 2
 """Sessions that decode together on CPU: more only wait for each other."""
 
@@ -38,6 +61,12 @@ class MadeEngine(msgspec.Struct, frozen=True):
     engine: Engine
     concurrency: int | None
     """Sessions that it serves well at a time; None: as many as asked."""
+
+
+def continued(continuation: bool, thinking: Thinking, *, port: int = 0) -> GatewaySettings:
+    return GatewaySettings(
+        port=port, continuation=continuation, thinking="retain" if thinking == "retain" else "template"
+    )
 
 
 def make_engine(name: str, model: str | None, progress: Callable[[str], None], log: Path | None) -> MadeEngine:

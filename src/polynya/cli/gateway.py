@@ -11,8 +11,16 @@ import typer
 import uvloop
 
 from polynya.cli.console import err, errors_said, print_json
-from polynya.cli.engines import EngineOption, ModelOption, make_engine
-from polynya.config import GatewaySettings, Settings
+from polynya.cli.engines import (
+    ContinuationOption,
+    EngineOption,
+    ModelOption,
+    Thinking,
+    ThinkingOption,
+    continued,
+    make_engine,
+)
+from polynya.config import Settings
 from polynya.gateway.heap import serving_heap
 from polynya.rollout.manual import ManualOptions, ManualSession
 from polynya.schema import SamplingSpec
@@ -26,6 +34,8 @@ def gateway(
     temperature: Annotated[float | None, typer.Option(min=0, max=5, help="Where the agent names none.")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="A cap on each reply.")] = None,
     builder: Annotated[str, typer.Option(help="per_request or prefix_merging.")] = "prefix_merging",
+    continuation: ContinuationOption = True,
+    thinking: ThinkingOption = Thinking.RETAIN,
     text_only: Annotated[bool, typer.Option(help="Accept an engine without token ids; nothing is trainable.")] = False,
 ) -> None:
     """Serve one session's model endpoint until SIGINT or SIGTERM, then build its traces into the run directory.
@@ -37,7 +47,7 @@ def gateway(
         made = make_engine(engine, model, lambda line: err.print(line, style="dim"), log=run / "logs" / "engine.log")
         options = ManualOptions(
             out=run,
-            settings=Settings(gateway=GatewaySettings(port=port)),
+            settings=Settings(gateway=continued(continuation, thinking, port=port)),
             sampling=SamplingSpec(temperature=temperature, max_tokens=max_tokens),
             builder=builder,
             text_only=text_only,

@@ -15,8 +15,16 @@ import uvloop
 
 from polynya.cli.console import EXIT_INFRA, EXIT_INTERRUPTED, err, errors_said, out, print_json
 from polynya.cli.display import Display, final_lines, final_table
-from polynya.cli.engines import EngineOption, ModelOption, make_engine
-from polynya.config import NodeLimits, Settings, cache_dir
+from polynya.cli.engines import (
+    ContinuationOption,
+    EngineOption,
+    ModelOption,
+    Thinking,
+    ThinkingOption,
+    continued,
+    make_engine,
+)
+from polynya.config import GatewaySettings, NodeLimits, Settings, cache_dir
 from polynya.errors import SessionCancelled, TaskFileError
 from polynya.gateway.heap import serving_heap
 from polynya.rollout.rundir import read_results
@@ -41,6 +49,8 @@ def run(
     samples: Annotated[
         int | None, typer.Option("--samples", "-n", min=1, help="Instead of each task's num_samples.")
     ] = None,
+    continuation: ContinuationOption = True,
+    thinking: ThinkingOption = Thinking.RETAIN,
     text_only: Annotated[bool, typer.Option(help="Accept an engine without token ids; nothing is trainable.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print run.json as one object; progress goes to stderr.")
@@ -60,7 +70,15 @@ def run(
             raise TaskFileError("--resume: --out is missing", fix="name the run directory to go on with")
         path = out_dir or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
         code = execute(
-            specs, engine, model, path, resume=resume, concurrency=concurrency, text_only=text_only, as_json=as_json
+            specs,
+            engine,
+            model,
+            path,
+            gateway=continued(continuation, thinking),
+            resume=resume,
+            concurrency=concurrency,
+            text_only=text_only,
+            as_json=as_json,
         )
     raise typer.Exit(code)
 
@@ -71,6 +89,7 @@ def execute(
     model: str | None,
     path: Path,
     *,
+    gateway: GatewaySettings = GatewaySettings(),
     resume: bool = False,
     concurrency: int | None = None,
     text_only: bool = False,
@@ -87,7 +106,7 @@ def execute(
         options = RunOptions(
             out=path,
             cache=cache_dir(),
-            settings=Settings(node=limits),
+            settings=Settings(gateway=gateway, node=limits),
             resume=resume,
             text_only=text_only,
             command=" ".join(sys.argv[1:]),

@@ -15,7 +15,7 @@ import msgspec
 from polynya.dialects.neutral import ChatReply, ChatRequest
 from polynya.errors import EngineProtocolError
 from polynya.schema import Float32Array, Int32Array, PolicySpan
-from polynya.tokens.printed import PrintedIds, read_ids
+from polynya.tokens.printed import GivenIds, PrintedIds, read_ids
 
 
 class EffectiveSampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,7 +74,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: EffectiveSampling
     affinity: str = ""
     """Equal for the calls of one session, so that its prefix cache is hit."""
-    prompt_ids: Int32Array | None = None
+    cache_salt: str = ""
+    """Prefixes are shared only among calls with the same; empty: among all."""
+    prompt: GivenIds | None = None
     """Continuation: the prompt *is* these ids. None: the engine renders ``chat.messages``."""
 
 

@@ -27,7 +27,8 @@ class TokenIds(msgspec.Struct):
 
 async def call(http: EngineHttp, flavour: Flavour, model: str, request: EngineRequest) -> EngineReply:
     """One chat completion."""
-    large = request.prompt_ids is not None and request.prompt_ids.size > THREAD_IDS
+    given = request.prompt.array if request.prompt is not None else None
+    large = given is not None and given.size > THREAD_IDS
     if large:
         sent = await asyncio.to_thread(chat_body, flavour, model, request)
     else:
@@ -45,9 +46,12 @@ async def call(http: EngineHttp, flavour: Flavour, model: str, request: EngineRe
 
 def chat_body(flavour: Flavour, model: str, request: EngineRequest) -> list[bytes]:
     extra: dict[str, Any] = {"model": model, **flavour.sampling(request.sampling), **flavour.asks}
-    if request.prompt_ids is not None and flavour.prompt_path:
-        extra |= flavour.prompt(request.prompt_ids.tolist())
-    return chat_fields(request.chat, extra, whole=True)
+    if request.cache_salt and flavour.salts:
+        extra["cache_salt"] = request.cache_salt
+    parts = chat_fields(request.chat, extra, whole=True)
+    if request.prompt is not None and flavour.prompt_path:
+        parts[-1:] = [*flavour.prompt(request.prompt), parts[-1]]
+    return parts
 
 
 async def tokenize(http: EngineHttp, model: str, text: str) -> list[int]:

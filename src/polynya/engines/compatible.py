@@ -20,6 +20,7 @@ from polynya.engines.calls import TokenIds, call, tokenize
 from polynya.engines.flavours import Flavour
 from polynya.engines.http import EngineHttp, HttpSettings, decode
 from polynya.engines.probe import probe
+from polynya.engines.versions import bracketed, weight_version
 from polynya.engines.wire import chat_fields
 from polynya.errors import EngineRejected
 from polynya.schema import Int32Array
@@ -65,7 +66,15 @@ class CompatibleEngine:
 
     async def generate(self, request: EngineRequest) -> EngineReply:
         info, flavour = self._started()
-        return await call(self.http, flavour, info.model, request)
+        if info.detail.get("weight_version") is None:
+            return await call(self.http, flavour, info.model, request)
+        before = await weight_version(self.http)
+        # What was cached under other weights is not to be gone on from.
+        reply = await call(self.http, flavour, info.model, msgspec.structs.replace(request, cache_salt=before or ""))
+        if reply.policy_spans or reply.sampled_ids is None:
+            return reply
+        spans = bracketed(before, await weight_version(self.http), int(reply.sampled_ids.size))
+        return msgspec.structs.replace(reply, policy_spans=spans)
 
     async def render_ids(self, chat: ChatRequest) -> Int32Array:
         """The prompt that ``generate`` conditions on for these messages, by the engine's own template and tokenizer."""

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from polynya.engines.base import EffectiveSampling
+from polynya.tokens.printed import GivenIds
 
 
 class Flavour(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,6 +23,8 @@ class Flavour(msgspec.Struct, frozen=True, kw_only=True):
     """How "no top-k" is spelled; None: the engine has no such fields (top_k, min_p, repetition_penalty)."""
     prompt_path: tuple[str, ...] = ()
     """Where prompt ids go in the request; empty: nowhere."""
+    salts: bool = True
+    """Takes ``cache_salt``."""
     tokenizes: bool = True
     """Has ``/tokenize`` with messages, and ``/detokenize``."""
     health: str = "/health"
@@ -47,14 +50,12 @@ class Flavour(msgspec.Struct, frozen=True, kw_only=True):
             fields["logit_bias"] = sampling.logit_bias
         return fields
 
-    def prompt(self, ids: list[int]) -> dict[str, Any]:
-        """The field that gives a prompt as ids."""
-        value: Any = ids
-        for name in reversed(self.prompt_path):
-            value = {name: value}
-        if not isinstance(value, dict):
+    def prompt(self, ids: GivenIds) -> list[bytes]:
+        """The field that gives a prompt as ids, as JSON with its leading comma, in pieces."""
+        if not self.prompt_path:
             raise TypeError(f"{self.kind} takes no prompt ids")
-        return value
+        opening = b"{".join(b'"%b":' % name.encode() for name in self.prompt_path)
+        return [b"," + opening + b"[", *ids.print(), b"]" + b"}" * (len(self.prompt_path) - 1)]
 
 
 # top_logprobs must be the integer 0: null or absent gives no logprobs at all
@@ -66,4 +67,6 @@ SGLANG = Flavour(
     top_k_off=-1,
     prompt_path=("input_ids",),
 )
-OPENAI = Flavour(kind="openai", asks={"n": 1, "stream": False}, top_k_off=None, tokenizes=False, health="/v1/models")
+OPENAI = Flavour(
+    kind="openai", asks={"n": 1, "stream": False}, top_k_off=None, salts=False, tokenizes=False, health="/v1/models"
+)

@@ -145,8 +145,8 @@ class LlamaCppEngine:
         )
 
     async def generate(self, request: EngineRequest) -> EngineReply:
-        given = request.prompt_ids
-        prompt = await self.render_ids(request.chat) if given is None else given
+        given = request.prompt
+        prompt = await self.render_ids(request.chat) if given is None else given.ids
         room = (self.info.window or 0) - int(prompt.size)
         if room < 1:
             raise ContextOverflow(

@@ -20,6 +20,7 @@ from polynya.engines.flavours import OPENAI, SGLANG, VLLM, Flavour
 from polynya.engines.http import EngineHttp, decode
 from polynya.errors import ConfigError, EngineError, EngineRejected, EngineTimeout, EngineUnavailable
 from polynya.schema import Int32Array
+from polynya.tokens.printed import GivenIds
 
 PROBE_TEXT = "The quick brown fox: 0123, naïve café 🙂 漢字\n\tdef f(x):\n        return x"
 """``tokenizer_sha256`` is over the ids of this text, comma-separated: it tells tokenizers apart, it is not the file's hash."""
@@ -140,7 +141,8 @@ async def _ask(
 ) -> EngineReply:
     chat = ChatRequest(dialect="chat", model=model, messages=[chat_message("user", text=question)])
     sampling = EffectiveSampling(temperature=temperature, max_tokens=1, seed=1, logit_bias=bias)
-    return await call(http, flavour, model, EngineRequest(chat=chat, sampling=sampling, prompt_ids=prompt_ids))
+    given = None if prompt_ids is None else GivenIds(prompt_ids)
+    return await call(http, flavour, model, EngineRequest(chat=chat, sampling=sampling, prompt=given))
 
 
 async def _takes_images(http: EngineHttp, flavour: Flavour, model: str) -> bool:

@@ -33,6 +33,8 @@ from polynya.errors import (
     EngineTimeout,
     EngineUnavailable,
 )
+from polynya.gateway.aborts import generate_whole
+from polynya.gateway.continuation import Continuation, Continued, Place
 from polynya.gateway.lanes import CompactionWatch, Maker
 from polynya.gateway.sampling import effective
 from polynya.gateway.sessions import FREE_FINAL_ANSWERS, GatewaySession
@@ -92,6 +94,12 @@ class Calls:
         self._store = store
         self._settings = settings
         self._clock = clock
+        self._continuation = Continuation(engine, settings)
+
+    @property
+    def continues(self) -> bool:
+        """Later turns are prompted with the ids of the captured ones."""
+        return self._continuation.on
 
     @property
     def takes_images(self) -> bool:
@@ -153,11 +161,8 @@ class Calls:
             session.calls_begun += 1
             messages = [message.raw for message in request.messages]
             tools = session.capture.same_tools(bytes(request.tools_raw) if request.tools_raw is not None else b"[]")
-            sampling = effective(request.sampling, session.grant.sampling)
-            if not self._fits(sampling, body_size // _BYTES_PER_TOKEN) and not self._fits(
-                sampling, _prompt_bound(session.capture, messages, tools)
-            ):
-                sampling = await self._clamped(request, sampling)
+            place = await self._continuation.place(session, request, messages, tools)
+            sampling = await self._sampling(session, request, place, messages, tools, body_size)
             start = CallStart(
                 dialect=request.dialect,
                 lane=maker.lane,
@@ -169,15 +174,15 @@ class Calls:
                 messages=messages,
                 tools=tools,
                 sampling=msgspec.to_builtins(sampling),
+                continues=place.continued.parent.call_id if place.continued is not None else "",
             )
             try:
                 call = await self._store.begin(session.capture, start)
             except CaptureError as exc:
                 raise self._capture_failed(session, exc) from exc
             try:
-                reply, prompt = await self._generate(
-                    session, call, EngineRequest(chat=request, sampling=sampling, affinity=session.session_id)
-                )
+                asked = EngineRequest(chat=request, sampling=sampling, affinity=session.session_id)
+                reply, prompt = await self._generate(session, call, asked, place)
             except (CallFailed, asyncio.CancelledError) as exc:
                 if not (isinstance(exc, CallFailed) and exc.error.fault == Fault.CONTEXT_OVERFLOW):
                     session.compactions.came_to_nothing(maker)
@@ -185,19 +190,44 @@ class Calls:
             answer = Answer(reply=_with_usage(reply, prompt), head=self._head(call.call_id, request), call=call)
             end = _end_of(reply, prompt, answer.reply, request, self._engine.info.vocab_size)
             await self._commit(session, call, end)
+            place.commit(session, end.reply, call, thought=bool(reply.reply.reasoning))
             session.made_good(call, start.messages)
             session.flags.update(reply.flags)
             session.keep_reply(digest, answer)
             session.remember_response(request, answer)
             return answer
 
+    async def _sampling(
+        self,
+        session: GatewaySession,
+        request: ChatRequest,
+        place: Place,
+        messages: list[bytes],
+        tools: bytes,
+        body_size: int,
+    ) -> EffectiveSampling:
+        """With ``max_tokens`` clamped to what the window leaves; the prompt is counted only where no bound settles it."""
+        sampling = effective(request.sampling, session.grant.sampling)
+        if place.continued is not None:
+            window, limit = self._engine.info.window, sampling.max_tokens
+            if window is None or limit is None:
+                return sampling
+            return msgspec.structs.replace(sampling, max_tokens=min(limit, window - place.continued.length))
+        if not self._fits(sampling, body_size // _BYTES_PER_TOKEN) and not self._fits(
+            sampling, _prompt_bound(session.capture, messages, tools)
+        ):
+            return await self._clamped(request, sampling)
+        return sampling
+
     async def _generate(
-        self, session: GatewaySession, call: StoredCall, request: EngineRequest
+        self, session: GatewaySession, call: StoredCall, request: EngineRequest, place: Place
     ) -> tuple[EngineReply, Placed | None]:
         """The engine's reply, and its prompt in its place among what the session holds."""
         try:
             async with asyncio.timeout(self._settings.engine_timeout_seconds):
-                reply = await self._engine.generate(request)
+                if place.continued is not None:
+                    return await self._continue(session, request, place, place.continued)
+                reply = await generate_whole(self._engine, request)
                 return reply, await _placed(session.capture, reply)
         except asyncio.CancelledError:
             closing = asyncio.ensure_future(
@@ -213,6 +243,30 @@ class Calls:
             raise await self._engine_failed(session, call, late) from exc
         except EngineError as exc:
             raise await self._engine_failed(session, call, exc) from exc
+
+    async def _continue(
+        self, session: GatewaySession, request: EngineRequest, place: Place, continued: Continued
+    ) -> tuple[EngineReply, Placed | None]:
+        """The same with the prompt given as ids; when the engine refuses them, with messages."""
+        try:
+            given = msgspec.structs.replace(request, prompt=continued.given(session.capture))
+            reply = await generate_whole(self._engine, given)
+        except EngineRejected as exc:
+            place.continued = None
+            reply = await generate_whole(self._engine, request)
+            if not isinstance(exc, ContextOverflow):
+                self._continuation.switch_off(f"the engine refused a prompt of ids: {exc.message}")
+            return _flagged(reply, "continuation_rejected"), await _placed(session.capture, reply)
+        prompt = await _placed(session.capture, reply)
+        if prompt is None:
+            self._continuation.switch_off("the engine does not say which ids it conditioned on")
+            return _flagged(reply, "continuation_echo_absent"), None
+        if not continued.is_prompt(prompt):
+            # What it did condition on is in the echo: the call is sound, and the first of a chain of its own.
+            place.continued = None
+            self._continuation.switch_off("the engine conditioned on other ids than it was given")
+            return _flagged(reply, "continuation_echo_mismatch"), prompt
+        return _flagged(reply, "continued", *continued.bridge.flags), prompt
 
     async def _engine_failed(self, session: GatewaySession, call: StoredCall, error: EngineError) -> CallFailed:
         session.flags[f"engine_{error.kind}"] += 1
@@ -354,6 +408,10 @@ def _end_of(
         upstream_id=reply.upstream_id,
         flags=reply.flags,
     )
+
+
+def _flagged(reply: EngineReply, *names: str) -> EngineReply:
+    return msgspec.structs.replace(reply, flags={**reply.flags, **dict.fromkeys(names, 1)})
 
 
 async def _done(answer: Answer) -> Answer:

@@ -87,13 +87,14 @@ class Gateway:
         self._extra: dict[GatewaySession, list[asyncio.Server]] = {}
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
+        self._calls: Calls | None = None
         self.app: GatewayApp | None = None
         self.url = ""
 
     async def start(self) -> None:
         """Bind and serve. Raises PortInUse or ConfigError. The engine is started already."""
-        calls = Calls(self._engine, self._store, self.settings, self._clock)
-        self.app = GatewayApp(calls, self._keyring, self.settings, [self._engine.info.model], self._clock)
+        self._calls = Calls(self._engine, self._store, self.settings, self._clock)
+        self.app = GatewayApp(self._calls, self._keyring, self.settings, [self._engine.info.model], self._clock)
         listener = _bind(self.settings.host, self.settings.port)
         config = uvicorn.Config(
             self.app,
@@ -116,6 +117,12 @@ class Gateway:
         await self._server.ready.wait()
         host, port = listener.getsockname()[:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    @property
+    def continuation(self) -> str:
+        """``retain``, ``template`` or ``off``, as ``Provenance`` has it."""
+        on = self._calls is not None and self._calls.continues
+        return self.settings.thinking if on else "off"
 
     async def open_session(self, grant: SessionGrant) -> tuple[GatewaySession, str]:
         """A live session and its key. Raises CaptureError."""

@@ -24,6 +24,7 @@ from polynya.dialects.neutral import ChatMessage, ChatRequest, ReplyHead
 from polynya.dialects.wire import chat_message
 from polynya.gateway.lanes import CompactionWatch
 from polynya.schema import Budgets, SamplingSpec
+from polynya.tokens.matching import Matcher
 
 if TYPE_CHECKING:
     from polynya.gateway.calls import Answer, CallRun
@@ -59,6 +60,10 @@ class GatewaySession:
         self._responses: dict[str, list[ChatMessage]] = {}
         self.stored: dict[str, tuple[ChatRequest, Answer]] = {}
         """Replies that the client may ask for again by id."""
+        self.matcher: Matcher[StoredCall] = Matcher()
+        """Which captured call a request goes on from."""
+        self.thoughtful: set[str] = set()
+        """Calls whose prompt or reply holds sampled thinking, by id."""
         self.flags: Counter[str] = Counter()
         self.compactions = CompactionWatch()
         self.ignored_fields: set[str] = set()

@@ -36,6 +36,7 @@ def lost_calls(capture: SessionCapture) -> list[Call]:
         ledger=build([], session_id=capture.session_id, builder="per_request").ledger,
         exclusions={call.call_id: Exclusion.ATTEMPT_LOST for call in capture.calls},
         parents={},
+        breaks={},
     )
     return [_call_row(capture, call, lost) for call in capture.calls]
 
@@ -62,6 +63,7 @@ def _call_row(capture: SessionCapture, call: StoredCall, built: Built) -> Call:
         prompt_len=call.prompt_len,
         sampled_len=call.sampled_count,
         parent_call_id=built.parents.get(call.call_id),
+        break_cause=built.breaks.get(call.call_id),
         base_call_id=call.id_base.call_id if call.id_base else None,
         base_keep=call.keep,
         context_ids=call.context_ids,

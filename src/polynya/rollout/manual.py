@@ -136,6 +136,7 @@ class ManualSession:
                 chat_template_sha256=info.chat_template_sha256,
                 tool_parser=info.tool_parser,
                 logprob_kind=info.logprob_kind,
+                continuation=self._gateway.continuation,
             ),
         )
         await asyncio.to_thread(self._rundir.commit, result, trajectory)

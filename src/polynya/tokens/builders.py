@@ -8,13 +8,14 @@ conditioned on; a sampled token is trained at most once over all rows; ``capture
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import msgspec
 import numpy as np
 
 from polynya.errors import CaptureError
-from polynya.schema import Exclusion, Lane, Ledger, PolicySpan, Trace
+from polynya.schema import Break, Exclusion, Lane, Ledger, PolicySpan, Trace
+from polynya.tokens.breaks import Parting, partings
 from polynya.tokens.calls import CapturedCall
 from polynya.tokens.forest import Node, full_ids, grow, path_to
 from polynya.tokens.validate import row_problem
@@ -29,6 +30,8 @@ class Built(msgspec.Struct, frozen=True, kw_only=True):
     """Call id → reason, for the calls that no row trains."""
     parents: dict[str, str]
     """Call id → call id that its prompt extends, id by id."""
+    breaks: dict[str, Break]
+    """Call id → why its prompt extends no earlier call of its agent."""
 
 
 Plan = Callable[[Sequence[Node]], list[list[Node]]]
@@ -98,13 +101,16 @@ def build(
                 fix="report this: capture let it in",
             )
         traces.append(trace)
-    ledger = _ledger(calls, exclusions, traces, nodes)
+    parted = partings(nodes, calls)
+    traces = _with_origins(traces, nodes, parted)
+    breaks = {nodes[order].call.call_id: parting.cause for order, parting in parted.items()}
+    ledger = _ledger(calls, exclusions, traces, breaks.values())
     if not ledger.balanced():
         raise CaptureError(
             f"session {session_id}: ledger does not balance: {ledger}", fix="report this with the capture folder"
         )
     parents = {node.call.call_id: nodes[node.parent].call.call_id for node in nodes if node.parent is not None}
-    return Built(traces=traces, ledger=ledger, exclusions=exclusions, parents=parents)
+    return Built(traces=traces, ledger=ledger, exclusions=exclusions, parents=parents, breaks=breaks)
 
 
 def _row(path: Sequence[Node], trained: set[str], *, session_id: str, segment: int) -> Trace:
@@ -141,23 +147,44 @@ def _row(path: Sequence[Node], trained: set[str], *, session_id: str, segment: i
     )
 
 
+def _with_origins(traces: list[Trace], nodes: Sequence[Node], parted: Mapping[int, Parting]) -> list[Trace]:
+    """Rows that begin with a condensed history name the row that it was condensed from."""
+    first_row: dict[str, str] = {}
+    for trace in traces:
+        for call_id in trace.call_ids:
+            first_row.setdefault(call_id, trace.trace_id)
+    origins = {
+        nodes[order].call.call_id: first_row.get(nodes[parting.nearest].call.call_id)
+        for order, parting in parted.items()
+        if parting.cause == Break.COMPACTION
+    }
+    return [
+        msgspec.structs.replace(trace, compacted_from=origins[trace.call_ids[0]])
+        if trace.call_ids[0] in origins
+        else trace
+        for trace in traces
+    ]
+
+
 def _spans(call: CapturedCall) -> list[PolicySpan]:
     return call.policy_spans or [PolicySpan(None, 0, call.sampled_count)]
 
 
 def _ledger(
-    calls: Sequence[CapturedCall], exclusions: dict[str, Exclusion], traces: Sequence[Trace], nodes: Sequence[Node]
+    calls: Sequence[CapturedCall],
+    exclusions: dict[str, Exclusion],
+    traces: Sequence[Trace],
+    breaks: Iterable[Break],
 ) -> Ledger:
     excluded: Counter[str] = Counter()
     for call in calls:
         if reason := exclusions.get(call.call_id):
             excluded[str(reason)] += call.sampled_count
-    breaks = Counter(node.break_cause for node in nodes if node.break_cause)
     return Ledger(
         captured=sum(call.sampled_count for call in calls),
         trained=sum(int(trace.loss_mask.sum()) for trace in traces),
         excluded=dict(sorted(excluded.items())),
         calls=len(calls),
         calls_by_outcome=dict(sorted(Counter(call.outcome for call in calls).items())),
-        chain_breaks=dict(sorted(breaks.items())),
+        chain_breaks=dict(sorted(Counter(map(str, breaks)).items())),
     )

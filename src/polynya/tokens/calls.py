@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from polynya.schema import Exclusion, Float32Array, Int32Array, Lane, PolicySpan
@@ -45,8 +46,18 @@ class CapturedCall(Protocol):
         ...
 
     @property
+    def prompt_len(self) -> int:
+        """Of ``prompt_ids``."""
+        ...
+
+    @property
     def prompt_ids(self) -> Int32Array:
         """The ids that the engine conditioned on. May be rebuilt from deltas on each access: keep it."""
+        ...
+
+    @property
+    def extends(self) -> CapturedCall | None:
+        """The call whose ``prompt + sampled`` this prompt is known to begin with, id by id; None: not known."""
         ...
 
     @property
@@ -61,6 +72,16 @@ class CapturedCall(Protocol):
     @property
     def policy_spans(self) -> list[PolicySpan]:
         """Over the sampled ids."""
+        ...
+
+    @property
+    def messages(self) -> Sequence[bytes]:
+        """Of the request: the raw JSON of each."""
+        ...
+
+    @property
+    def reply(self) -> bytes:
+        """Raw JSON of the reply as a message; empty: there is none."""
         ...
 
     @property

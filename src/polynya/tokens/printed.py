@@ -60,6 +60,22 @@ class PrintedIds(msgspec.Struct, frozen=True):
         return self.end - self.start
 
 
+class GivenIds(msgspec.Struct, frozen=True):
+    """Ids to be sent: as an array, or as canonical prints one after the other, which other calls share."""
+
+    array: Int32Array | None = None
+    pieces: list[bytes] = []
+
+    @property
+    def ids(self) -> Int32Array:
+        return self.array if self.array is not None else reread(b",".join(self.pieces))
+
+    def print(self) -> list[bytes]:
+        """Pieces with the commas between them."""
+        pieces = self.pieces if self.array is None else [print_ids(self.array)]
+        return [part for piece in pieces for part in (b",", piece)][1:]
+
+
 def printed(text: bytes) -> PrintedIds:
     return PrintedIds(text, 0, len(text))
 

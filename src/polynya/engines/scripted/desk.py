@@ -77,11 +77,14 @@ class Desk:
         turn = tokens.turn_of(prompt)
         key = (affinity, turn, int(prompt.size))
         attempt = self._attempts[key]
+        step = self.script.step(affinity, turn, tools)
+        breaks_off = step.fault is not None and step.fault.kind == "abort"
+        done = int(prompt[np.flatnonzero(prompt == tokens.ASSISTANT)[-1] + 1 :].size) if breaks_off else 0
         expected = self.script.expected(
             affinity,
             turn,
             tools=tools,
-            max_tokens=sampling.max_tokens,
+            max_tokens=None if sampling.max_tokens is None else sampling.max_tokens + done,
             temperature=sampling.temperature,
             prompt_tokens=int(prompt.size),
         )
@@ -89,6 +92,10 @@ class Desk:
         if fault is not None:
             self._attempts[key] += 1
             fault = fault if fault.strikes(attempt) else None
+        if breaks_off:
+            half = expected.sampled_ids.size // 2
+            start, end = (0, half) if fault is not None and not done else (done, expected.sampled_ids.size)
+            expected = self.script.part(expected, start, end, affinity, turn)
         record = CallRecord(
             affinity=affinity,
             turn=turn,
@@ -145,7 +152,9 @@ def spoiled(planned: Planned, policy_version: str | None) -> EngineReply:
         prompt=prompt,
         sampled_ids=ids,
         logprobs=_spoiled_logprobs(expected.logprobs, kind),
-        finish_reason=expected.step.finish_reason if expected.reply.finish_reason != "length" else "length",
+        finish_reason=expected.reply.finish_reason
+        if expected.reply.finish_reason in ("length", "abort")
+        else expected.step.finish_reason,
         policy_spans=spans,
         upstream_id=f"scripted-{planned.record.affinity}-{planned.record.turn}-{planned.record.attempt}",
     )

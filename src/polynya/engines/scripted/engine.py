@@ -52,7 +52,7 @@ class ScriptedEngine:
         return self._info
 
     async def generate(self, request: EngineRequest) -> EngineReply:
-        given = request.prompt_ids if self.script.token_in else None
+        given = request.prompt.ids if request.prompt is not None and self.script.token_in else None
         prompt = await self.render_ids(request.chat) if given is None else given
         planned = self.desk.plan(
             request.affinity, prompt, request.chat.tools, request.sampling, token_in=given is not None

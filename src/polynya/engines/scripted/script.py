@@ -34,6 +34,7 @@ FaultKind = Literal[
     "no_prompt_ids",
     "echo_mismatch",
     "id_out_of_range",
+    "abort",
     "token_id_strings",
     "bad_token_id_string",
 ]
@@ -41,7 +42,8 @@ WHOLE_CALL_FAULTS: frozenset[str] = frozenset(
     {"http_error", "overflow", "hang", "reset", "reset_midway", "truncated", "bad_json"}
 )
 """Faults that leave no readable reply; the others spoil one. ``reset_midway``: a connection reset inside the body;
-``truncated``: a body that is closed short of its announced length; ``bad_json``: JSON cut in a body that is whole."""
+``truncated``: a body that is closed short of its announced length; ``bad_json``: JSON cut in a body that is whole. ``abort``: half of the reply is sampled
+and the engine breaks off; a prompt that ends with such a half gets the other."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,6 +150,13 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
         logprobs = (-4.0 * draws[1] ** 3 / scale).astype(np.float32)
         reply = self._reply(affinity, turn, step, ids, finish, prompt_tokens)
         return Expected(step=step, sampled_ids=ids, logprobs=logprobs, reply=reply)
+
+    def part(self, whole: Expected, start: int, end: int, affinity: str, turn: int) -> Expected:
+        """The same, of the ids from ``start`` to ``end``."""
+        ids = whole.sampled_ids[start:end]
+        finish = whole.reply.finish_reason if end == whole.sampled_ids.size else "abort"
+        reply = self._reply(affinity, turn, whole.step, ids, finish, whole.reply.usage.prompt_tokens)
+        return Expected(step=whole.step, sampled_ids=ids, logprobs=whole.logprobs[start:end], reply=reply)
 
     def _reply(self, affinity: str, turn: int, step: Step, ids: Int32Array, finish: str, prompt: int) -> ChatReply:
         text, reasoning, calls = tokens.parse_reply(ids)

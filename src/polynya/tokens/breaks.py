@@ -1,0 +1,119 @@
+"""Why a prompt did not extend an earlier call: the history was really edited, or the same history became other tokens.
+
+Invariant: what is named an edit differs in what the messages say (as ``canonical`` has it); what is named drift does not.
+Refuses to guess at texts: where the messages say the same, the place where the ids part decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from polynya.schema import Break, Lane
+from polynya.tokens.calls import CapturedCall
+from polynya.tokens.canonical import reasoning_of
+from polynya.tokens.forest import Node, full_ids
+from polynya.tokens.matching import Matcher
+from polynya.tokens.validate import common_prefix
+
+
+_LOOK_BACK = 16
+"""Earlier calls of the agent, the latest, that a root is compared with: each comparison takes the ids of both."""
+
+
+class _Said(msgspec.Struct):
+    role: str = ""
+    tool_calls: msgspec.Raw = msgspec.Raw(b"null")
+
+
+_said = msgspec.json.Decoder(_Said)
+
+
+class Parting(msgspec.Struct, frozen=True):
+    """A root that is not its agent's first call."""
+
+    cause: Break
+    nearest: int
+    """Order of the earlier call of the same agent whose ``prompt + sampled`` shares most ids with it."""
+
+
+def partings(nodes: Sequence[Node], calls: Sequence[CapturedCall]) -> dict[int, Parting]:
+    """By order of the root. ``calls``: all of the session in commit order, excluded ones too."""
+    breaks = Breaks()
+    places = {call.call_id: place for place, call in enumerate(calls)}
+    found: dict[int, Parting] = {}
+    for node in nodes:
+        call = node.call
+        if node.parent is not None:
+            continue
+        own = (call.lane, call.agent)
+        before = [other for other in nodes[: node.order] if (other.call.lane, other.call.agent) == own]
+        if not before:
+            continue
+        prompt = call.prompt_ids
+        shared, order = max(
+            (common_prefix(prompt, full_ids(other.call)), other.order) for other in before[-_LOOK_BACK:]
+        )
+        nearest = nodes[order].call
+        between = calls[places[nearest.call_id] + 1 : places[call.call_id]]
+        found[node.order] = Parting(breaks.cause(call, nearest, shared, between), order)
+    return found
+
+
+class Breaks:
+    """Compares the calls of one session."""
+
+    def __init__(self) -> None:
+        self._matcher: Matcher[None] = Matcher()
+
+    def cause(
+        self, call: CapturedCall, nearest: CapturedCall, shared_ids: int, between: Sequence[CapturedCall]
+    ) -> Break:
+        """``nearest``: the earlier call whose ``prompt + sampled`` shares most ids, ``shared_ids``, with this prompt.
+
+        ``between``: what was committed after ``nearest``, excluded calls too.
+        """
+        if call.tools_json != nearest.tools_json:
+            return Break.TOOL_LIST_CHANGED
+        now, before = call.messages, nearest.messages
+        if _system(now) != _system(before):
+            return Break.SYSTEM_CHANGED
+        shared = self._shared(now, [*before, nearest.reply])
+        if shared > len(before):
+            return self._drift(now, nearest, shared, shared_ids)
+        if shared == len(now) == len(before):
+            return Break.REPEATED
+        if any(other.lane == Lane.COMPACTION and other.agent == call.agent for other in between):
+            return Break.COMPACTION
+        if shared == len(before) and shared < len(now) and _said.decode(now[shared]).role == "assistant":
+            return Break.FOREIGN_ASSISTANT
+        return Break.HISTORY_EDITED
+
+    def _shared(self, now: Sequence[bytes], before: Sequence[bytes]) -> int:
+        """Leading messages that say the same."""
+        ours, theirs = self._matcher.chain(b"", now).hashes, self._matcher.chain(b"", before).hashes
+        return sum(a == b for a, b in zip(ours, theirs, strict=False)) - 1
+
+    def _drift(self, now: Sequence[bytes], nearest: CapturedCall, shared: int, shared_ids: int) -> Break:
+        """The history holds the earlier call's reply, and its ids came back as others."""
+        if any(_said.decode(message).role == "assistant" for message in now[shared:]):
+            return Break.FOREIGN_ASSISTANT
+        echoed = now[shared - 1]
+        if reasoning_of(nearest.reply).strip() and not reasoning_of(echoed).strip():
+            return Break.REASONING_STRIPPED
+        if shared_ids < nearest.prompt_len:
+            return Break.TEMPLATE
+        if _said.decode(echoed).tool_calls != _said.decode(nearest.reply).tool_calls:
+            return Break.ARGUMENTS_RESERIALISED
+        return Break.RETOKENISED if shared_ids < nearest.prompt_len + nearest.sampled_count else Break.TEMPLATE
+
+
+def _system(messages: Sequence[bytes]) -> list[bytes]:
+    """The leading system messages."""
+    leading = []
+    for message in messages:
+        if _said.decode(message).role not in ("system", "developer"):
+            break
+        leading.append(message)
+    return leading

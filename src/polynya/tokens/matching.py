@@ -1,0 +1,120 @@
+"""Which captured call a request goes on from, found by what its messages say.
+
+Invariant: a call is found only by a history whose every message says what that call's did (``canonical``), up to and with its
+reply. The index is addressed by content: sub-agents, retries, abandoned branches and compactions need no rule, and the order
+of arrival makes no difference but between equal calls. Finding proves nothing about ids; whoever uses it compares those.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+import msgspec
+
+from polynya.tokens.canonical import Said, said
+
+_CHAINS = 4
+"""Conversations of one session whose digests are kept for the next request: the main one, sub-agents."""
+
+C = TypeVar("C")
+
+
+class Chain(msgspec.Struct, frozen=True, eq=False):
+    """A request's messages and what identifies each beginning of them."""
+
+    messages: Sequence[bytes]
+    said: list[Said]
+    hashes: list[bytes]
+    """One more than messages: ``hashes[i]`` is of the first ``i``."""
+
+
+class _Entry(msgspec.Struct, Generic[C], frozen=True):
+    call: C
+    call_ids: tuple[str, ...]
+    reasoning: bytes
+
+
+class Found(msgspec.Struct, Generic[C], frozen=True):
+    call: C
+    tail_start: int
+    """Index of the first message after the call's reply."""
+    foreign: bool
+    """There is an assistant turn after it, which no captured call gave."""
+
+
+class Matcher(Generic[C]):
+    """The calls of one session attempt."""
+
+    def __init__(self) -> None:
+        self._index: dict[bytes, list[_Entry[C]]] = {}
+        self._chains: deque[Chain] = deque(maxlen=_CHAINS)
+
+    def chain(self, root: bytes, messages: Sequence[bytes]) -> Chain:
+        """``root``: what identifies all that stands before the messages."""
+        start = _link(b"", root)
+        known, shared = self._longest(start, messages)
+        spoken = known.said[:shared] if known else []
+        hashes = known.hashes[: shared + 1] if known else [start]
+        calls = next((message.call_ids for message in reversed(spoken) if message.role == "assistant"), ())
+        for raw in messages[shared:]:
+            message = said(raw, calls)
+            if message.role == "assistant":
+                calls = message.call_ids
+            spoken.append(message)
+            hashes.append(_link(hashes[-1], message.digest))
+        chain = Chain(messages, spoken, hashes)
+        if known is not None and shared == len(known.messages):
+            self._chains.remove(known)
+        self._chains.appendleft(chain)
+        return chain
+
+    def commit(self, chain: Chain, reply: bytes, call: C) -> None:
+        """``call`` answered ``chain`` with ``reply``, a message as the harness was given it."""
+        message = said(reply)
+        entry = _Entry(call, message.call_ids, message.reasoning)
+        self._index.setdefault(_link(chain.hashes[-1], message.digest), []).append(entry)
+
+    def find(self, chain: Chain) -> Found[C] | None:
+        """The call that gave the last of the assistant turns that is a captured one."""
+        foreign = False
+        for at in range(len(chain.said), 0, -1):
+            echoed = chain.said[at - 1]
+            if echoed.role != "assistant":
+                continue
+            entry = _pick(self._index.get(chain.hashes[at], ()), echoed)
+            if entry is not None:
+                return Found(entry.call, at, foreign)
+            foreign = True
+        return None
+
+    def _longest(self, start: bytes, messages: Sequence[bytes]) -> tuple[Chain | None, int]:
+        best: tuple[Chain | None, int] = (None, 0)
+        for chain in self._chains:
+            if chain.hashes[0] != start:
+                continue
+            shared = 0
+            for ours, theirs in zip(messages, chain.messages, strict=False):
+                if ours is not theirs and ours != theirs:
+                    break
+                shared += 1
+            if shared > best[1]:
+                best = (chain, shared)
+        return best
+
+
+def _pick(entries: Sequence[_Entry[C]], echoed: Said) -> _Entry[C] | None:
+    """Of calls that said the same: by the echoed ids, then the echoed thinking, then the latest.
+
+    Thinking that comes back changed was edited: then it is none of them.
+    """
+    fitting = [entry for entry in entries if not echoed.reasoning or echoed.reasoning == entry.reasoning]
+    if not fitting:
+        return None
+    return max(enumerate(fitting), key=lambda pair: (pair[1].call_ids == echoed.call_ids, pair[0]))[1]
+
+
+def _link(before: bytes, digest: bytes) -> bytes:
+    return hashlib.blake2b(before + digest, digest_size=16).digest()

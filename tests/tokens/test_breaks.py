@@ -1,0 +1,101 @@
+"""The cause of each break: edits of the history, and drift of a history that stayed the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from polynya.schema import Lane
+from polynya.tokens import build
+
+
+def raw(role: str, content: Any = None, **fields: Any) -> bytes:
+    return msgspec.json.encode({"role": role, "content": content, **fields})
+
+
+def tool_call(arguments: str) -> list[dict[str, Any]]:
+    return [{"id": "c1", "type": "function", "function": {"name": "run", "arguments": arguments}}]
+
+
+SYSTEM, ASK, MORE = raw("system", "be good"), raw("user", "go"), raw("user", "more")
+SAID = raw("assistant", "done", reasoning_content="hm")
+CALLED = raw("assistant", None, tool_calls=tool_call('{"a":1}'))
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "tool_list_changed": (
+        {"messages": [ASK], "reply": SAID},
+        {"messages": [ASK, SAID, MORE], "tools": '[{"name":"x"}]', "prompt": [9]},
+    ),
+    "system_changed": (
+        {"messages": [SYSTEM, ASK], "reply": SAID},
+        {"messages": [raw("system", "be better"), ASK, SAID, MORE], "prompt": [9]},
+    ),
+    "history_edited": (
+        {"messages": [ASK], "reply": SAID},
+        {"messages": [raw("user", "Go"), SAID, MORE], "prompt": [1, 9]},
+    ),
+    "foreign_assistant": (
+        {"messages": [ASK], "reply": SAID},
+        {"messages": [ASK, raw("assistant", "not that"), MORE], "prompt": [1, 2, 9]},
+    ),
+    "repeated": ({"messages": [ASK], "reply": SAID}, {"messages": [ASK], "prompt": [1, 2, 3]}),
+    "reasoning_stripped": (
+        {"messages": [ASK], "reply": SAID},
+        {"messages": [ASK, raw("assistant", "done"), MORE], "prompt": [1, 2, 3, 9]},
+    ),
+    "arguments_reserialised": (
+        {"messages": [ASK], "reply": CALLED},
+        {
+            "messages": [
+                ASK,
+                raw("assistant", None, tool_calls=tool_call('{"a": 1.0}')),
+                raw("tool", "ok", tool_call_id="c1"),
+            ],
+            "prompt": [1, 2, 3, 10, 9],
+        },
+    ),
+    "retokenised": ({"messages": [ASK], "reply": SAID}, {"messages": [ASK, SAID, MORE], "prompt": [1, 2, 3, 10, 9]}),
+    "template": ({"messages": [ASK], "reply": SAID}, {"messages": [ASK, SAID, MORE], "prompt": [1, 2, 9]}),
+}
+
+
+@pytest.mark.parametrize("cause", CASES)
+def test_cause_of_a_break_is_named(call: Callable[..., Any], cause: str) -> None:
+    first, second = CASES[cause]
+    one = call("a", [1, 2, 3], [10, 11], messages=first["messages"], reply=first["reply"])
+    two = call("b", second["prompt"], [12], messages=second["messages"], reply=SAID)
+    two.tools_json = second.get("tools", "[]")
+    built = build([one, two], session_id="s", builder="prefix_merging")
+    assert built.ledger.chain_breaks == {cause: 1}
+    assert built.breaks == {"b": cause}
+
+
+def test_another_assistant_turn_behind_the_reply_is_foreign(call: Callable[..., Any]) -> None:
+    one = call("a", [1, 2, 3], [10, 11], messages=[ASK], reply=SAID)
+    two = call("b", [1, 2, 9], [12], messages=[ASK, SAID, MORE, raw("assistant", "x"), MORE], reply=SAID)
+    assert build([one, two], session_id="s", builder="prefix_merging").ledger.chain_breaks == {"foreign_assistant": 1}
+
+
+def test_ids_that_part_behind_the_reply_part_in_the_template(call: Callable[..., Any]) -> None:
+    """(As when a reply that was cut is closed in another way than before.)"""
+    one = call("a", [1, 2, 3], [10, 11], messages=[ASK], reply=raw("assistant", "done"))
+    cut = call("b", [1, 2, 3, 10], [12], messages=[ASK, raw("assistant", "done"), MORE], reply=SAID)
+    assert build([one, cut], session_id="s", builder="prefix_merging").ledger.chain_breaks == {"retokenised": 1}
+
+
+def test_row_after_a_compaction_names_the_row_that_was_condensed(call: Callable[..., Any]) -> None:
+    one = call("a", [1, 2, 3], [10, 11], messages=[ASK], reply=SAID)
+    compaction = call("c", [1, 2, 3, 10, 11, 4], [13], lane=Lane.COMPACTION, messages=[ASK, SAID, MORE], reply=SAID)
+    two = call("b", [1, 7], [12], messages=[raw("user", "so far: …")], reply=SAID)
+    built = build([one, compaction, two], session_id="s", builder="prefix_merging")
+    assert built.ledger.chain_breaks == {"compaction": 1}
+    assert [(trace.trace_id, trace.compacted_from) for trace in built.traces] == [("s.t0", None), ("s.t1", "s.t0")]
+
+
+def test_first_call_of_another_agent_is_no_break(call: Callable[..., Any]) -> None:
+    one = call("a", [1, 2, 3], [10, 11], messages=[ASK], reply=SAID)
+    other = call("b", [7], [12], lane=Lane.SUBAGENT, agent="x", messages=[MORE], reply=SAID)
+    assert build([one, other], session_id="s", builder="prefix_merging").ledger.chain_breaks == {}
