@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import msgspec
 
 from polynya.dialects.neutral import ChatReply, ChatRequest
+from polynya.engines.bridging import Bridger
 from polynya.errors import EngineProtocolError
 from polynya.schema import Float32Array, Int32Array, PolicySpan
 from polynya.tokens.printed import GivenIds, PrintedIds, read_ids
@@ -134,6 +135,10 @@ class Engine(Protocol):
 
     async def token_texts(self, ids: Iterable[int]) -> dict[int, str]:
         """Display text of single ids, best effort (a partial UTF-8 piece is shown as U+FFFD). May be empty."""
+        ...
+
+    async def bridger(self) -> Bridger | None:
+        """What continues a call in token space; made once. None: no prompt as ids, or a template that cannot be bridged."""
         ...
 
     async def health(self) -> None:

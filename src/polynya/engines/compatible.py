@@ -16,6 +16,7 @@ import numpy as np
 
 from polynya.dialects.neutral import ChatRequest
 from polynya.engines.base import EngineInfo, EngineReply, EngineRequest
+from polynya.engines.bridging import Bridger
 from polynya.engines.calls import TokenIds, call, tokenize
 from polynya.engines.flavours import Flavour
 from polynya.engines.http import EngineHttp, HttpSettings, decode
@@ -112,6 +113,9 @@ class CompatibleEngine:
         answer = await self.http.post("/detokenize", msgspec.json.encode({"model": model, "tokens": ids}))
         found = decode(answer.body, _Detokenized, "/detokenize")
         return found.prompt if found.prompt is not None else found.text or ""
+
+    async def bridger(self) -> Bridger | None:
+        return None
 
     async def health(self) -> None:
         _, flavour = self._started()

@@ -24,8 +24,10 @@ import numpy as np
 from polynya.dialects.neutral import ChatReply, ChatRequest, ToolCall, Usage
 from polynya.engines import toolparse
 from polynya.engines.base import EffectiveSampling, EngineInfo, EngineReply, EngineRequest
+from polynya.engines.bridging import Bridger, LazyBridger
 from polynya.engines.http import EngineHttp, HttpSettings, decode
 from polynya.engines.llamacpp_child import ChildSettings, LlamaChild
+from polynya.engines.llamacpp_template import llama_bridger
 from polynya.engines.llamacpp_wire import (
     Completion,
     Models,
@@ -93,6 +95,8 @@ class LlamaCppEngine:
         self._bos: list[int] = []
         self._plain: int = 0
         self._thinks = False
+        self._template = ""
+        self._bridger = LazyBridger(self._make_bridger)
 
     @property
     def info(self) -> EngineInfo:
@@ -122,7 +126,8 @@ class LlamaCppEngine:
         models = decode(await self._get("/v1/models"), Models, "llama.cpp /v1/models")
         self._bos = (await self._tokenize("", special=True))[:1]
         self._plain = (await self._tokenize("a"))[-1]
-        self._thinks = "<think>" in props.chat_template
+        self._template = props.chat_template
+        self._thinks = "<think>" in self._template
         ends = [await self._tokenize(spelling) for spelling in dict.fromkeys((props.eos_token, *_END_SPELLINGS))]
         probe = await self._tokenize(PROBE_TEXT)
         version = await asyncio.to_thread(_xllamacpp_version)
@@ -268,6 +273,12 @@ class LlamaCppEngine:
         wanted = list(dict.fromkeys(int(token) for token in ids))
         texts = await asyncio.gather(*(self._detokenize([token]) for token in wanted))
         return dict(zip(wanted, texts, strict=True))
+
+    async def bridger(self) -> Bridger | None:
+        return await self._bridger.get()
+
+    async def _make_bridger(self) -> Bridger | None:
+        return await llama_bridger(self._send, self._template, self.info.stop_ids)
 
     async def health(self) -> None:
         await self._get("/health")

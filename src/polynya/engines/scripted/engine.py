@@ -12,9 +12,11 @@ from typing import NoReturn
 
 from polynya.dialects.neutral import ChatRequest
 from polynya.engines.base import EngineInfo, EngineReply, EngineRequest
+from polynya.engines.bridging import Bridger
 from polynya.engines.scripted import tokens
 from polynya.engines.scripted.desk import Desk, Planned, spoiled
 from polynya.engines.scripted.script import WHOLE_CALL_FAULTS, Script
+from polynya.engines.scripted.template import ScriptedTemplate
 from polynya.errors import ContextOverflow, EngineProtocolError, EngineRejected, EngineUnavailable
 from polynya.schema import Int32Array
 
@@ -26,6 +28,7 @@ class ScriptedEngine:
         self.script = script or Script()
         self.desk = Desk(self.script)
         self._info: EngineInfo | None = None
+        self._bridger = Bridger(ScriptedTemplate(drop_reasoning=self.script.drop_reasoning))
 
     async def start(self) -> EngineInfo:
         script = self.script
@@ -79,6 +82,9 @@ class ScriptedEngine:
 
     async def token_texts(self, ids: Iterable[int]) -> dict[int, str]:
         return {int(token): tokens.decode([int(token)]) for token in ids}
+
+    async def bridger(self) -> Bridger | None:
+        return self._bridger if self.script.token_in else None
 
     async def health(self) -> None:
         return None

@@ -1,0 +1,102 @@
+"""Which control tokens a model's template prints, found by asking: candidates are what looks like one, in the template's own
+text and in what it prints, and each is believed only when the engine's tokenizer makes exactly one id of it wherever it stands.
+
+Invariant: every entry of the vocabulary is atomic. Refuses (None) a model with no known token that ends a turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+
+import msgspec
+
+from polynya.errors import EngineRejected, EngineUnavailable
+from polynya.tokens.bridge import SENTINEL, Vocabulary, suffix_of
+
+CANDIDATE = re.compile(r"<[^<>\s]{1,40}>|\[/?[A-Z_]{2,30}\]|[\[\]][~!a-z]{1,6}[\[\]]")
+END_SPELLINGS = (
+    "<|im_end|>",
+    "<|endoftext|>",
+    "<|eot_id|>",
+    "<|end_of_text|>",
+    "<|eom_id|>",
+    "<end_of_turn>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
+    "<|eot|>",
+    "<turn|>",
+    "<eos>",
+    "</s>",
+    "<｜end▁of▁sentence｜>",
+)
+OPENERS = ("<|user|>", "<|observation|>")
+"""They end a turn where nothing else does."""
+_MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<|im_start|>")
+_CANDIDATES = 400
+
+Render = Callable[[list[bytes], bytes | None, bytes | None], Awaitable[str]]
+Encode = Callable[[str], Awaitable[list[int]]]
+
+
+async def discover(
+    render: Render, encode: Encode, *, template: str = "", stop_ids: Iterable[int] = ()
+) -> Vocabulary | None:
+    """``encode`` recognises control tokens; ``template`` is its text, where it is known; ``stop_ids`` are known to end turns."""
+    texts = [template, *[text for text in [await _rendered(render, probe) for probe in _PROBES] if text is not None]]
+    found = [spelling for text in texts for spelling in CANDIDATE.findall(text)]
+    candidates = list(dict.fromkeys((*END_SPELLINGS, *_MARKS, *OPENERS, *found)))[:_CANDIDATES]
+    ids = await asyncio.gather(*(atomic(encode, spelling) for spelling in candidates))
+    special = {spelling: token for spelling, token in zip(candidates, ids, strict=True) if token is not None}
+    stops = {special[spelling] for spelling in END_SPELLINGS if spelling in special} | set(stop_ids)
+    vocabulary = Vocabulary(
+        special=special,
+        stop_ids=frozenset(stops),
+        think_open=special.get("<think>"),
+        think_close=special.get("</think>"),
+    )
+    if not _ends(texts, vocabulary):
+        openers = {special[spelling] for spelling in OPENERS if spelling in special}
+        vocabulary = msgspec.structs.replace(vocabulary, stop_ids=frozenset(stops | openers))
+    return vocabulary if _ends(texts, vocabulary) else None
+
+
+async def atomic(encode: Encode, spelling: str) -> int | None:
+    """The spelling's one id; None when it merges with what stands beside it, or is several tokens."""
+    ids = await encode(f"{spelling}x{spelling}\n{spelling}")
+    return ids[0] if ids.count(ids[0]) == 3 and ids[-1] == ids[0] else None
+
+
+def _ends(texts: Sequence[str], vocabulary: Vocabulary) -> bool:
+    return any(suffix_of(text, vocabulary) is not None for text in texts)
+
+
+async def _rendered(render: Render, probe: tuple[list[bytes], bytes | None]) -> str | None:
+    """None: the template refuses such a conversation."""
+    try:
+        return await render(*probe, None)
+    except EngineRejected:
+        return None
+    except EngineUnavailable as exc:
+        if exc.status != 500:
+            raise
+        return None
+
+
+_ASK = b'{"role":"user","content":"u"}'
+_REPLY = b'{"role":"assistant","content":"%b"}' % SENTINEL.encode()
+_CALL = (
+    b'{"role":"assistant","content":"","tool_calls":[{"id":"zqCall001","type":"function",'
+    b'"function":{"name":"peek","arguments":"{\\"x\\":\\"%b\\"}"}}]}' % SENTINEL.encode()
+)
+_RESULT = b'{"role":"tool","tool_call_id":"zqCall001","name":"peek","content":"r"}'
+_TOOLS = (
+    b'[{"type":"function","function":{"name":"peek","description":"","parameters":{"type":"object","properties":{}}}}]'
+)
+_PROBES: tuple[tuple[list[bytes], bytes | None], ...] = (
+    ([_ASK, _REPLY, _ASK], None),
+    ([_ASK, _CALL, _RESULT], _TOOLS),
+    ([b'{"role":"system","content":"s"}', _ASK, _CALL, _RESULT, _REPLY, _ASK], _TOOLS),
+)
