@@ -106,6 +106,7 @@ class Break(StrEnum):
     REPEATED = "repeated"
     """The same history again: a retry, or another sample of the first turn."""
     REASONING_STRIPPED = "reasoning_stripped"
+    """By the harness, or by the chat template."""
     ARGUMENTS_RESERIALISED = "arguments_reserialised"
     RETOKENISED = "retokenised"
     """The same reply came back as other ids."""

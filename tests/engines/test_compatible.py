@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -15,6 +16,7 @@ from polynya.engines.scripted import Fault, Script, ScriptedApp, Step, scripted_
 from polynya.engines.scripted.script import FaultKind
 from polynya.engines.scripted.tokens import MEDIA
 from polynya.errors import ConfigError, ContextOverflow, EngineProtocolError, EngineRejected, EngineUnavailable
+from polynya.schema import PolicySpan
 
 from .asking import BASH, ask, chat
 
@@ -280,13 +282,14 @@ async def test_a_plain_openai_server_is_text_only_and_gets_standard_fields() -> 
 
 
 async def test_version_of_the_weights_is_that_before_and_after_the_call_and_salts_the_cache() -> None:
-    script = Script(steps=[Step(text="abc"), Step(text="abc", hold=True)], policy_version="7")
+    script = Script(sessions={"s": [Step(text="abc"), Step(text="abc", hold=True)]}, policy_version="7")
     async with engine_on(script) as (engine, app):
         reply = await engine.generate(ask("one"))
         assert reply.policy_spans == [PolicySpan("7", 0, 4)]
         assert msgspec.json.decode(app.bodies[-1])["cache_salt"] == "7"
+        begun = app.desk.started
         call = asyncio.create_task(engine.generate(ask("one", "two", "three")))
-        await app.desk.until(lambda: app.desk.in_flight == 1)
+        await app.desk.until(lambda: app.desk.started == begun + 1)
         app.desk.policy_version = "8"
         app.desk.release()
         assert (await call).policy_spans == [PolicySpan("7..8", 0, 4)]

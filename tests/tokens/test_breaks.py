@@ -22,6 +22,7 @@ def tool_call(arguments: str) -> list[dict[str, Any]]:
 
 SYSTEM, ASK, MORE = raw("system", "be good"), raw("user", "go"), raw("user", "more")
 SAID = raw("assistant", "done", reasoning_content="hm")
+BARE = raw("assistant", "done")
 CALLED = raw("assistant", None, tool_calls=tool_call('{"a":1}'))
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -57,8 +58,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "prompt": [1, 2, 3, 10, 9],
         },
     ),
-    "retokenised": ({"messages": [ASK], "reply": SAID}, {"messages": [ASK, SAID, MORE], "prompt": [1, 2, 3, 10, 9]}),
-    "template": ({"messages": [ASK], "reply": SAID}, {"messages": [ASK, SAID, MORE], "prompt": [1, 2, 9]}),
+    "retokenised": ({"messages": [ASK], "reply": BARE}, {"messages": [ASK, BARE, MORE], "prompt": [1, 2, 3, 10, 9]}),
+    "template": ({"messages": [ASK], "reply": BARE}, {"messages": [ASK, BARE, MORE], "prompt": [1, 2, 9]}),
 }
 
 
@@ -79,11 +80,16 @@ def test_another_assistant_turn_behind_the_reply_is_foreign(call: Callable[..., 
     assert build([one, two], session_id="s", builder="prefix_merging").ledger.chain_breaks == {"foreign_assistant": 1}
 
 
-def test_ids_that_part_behind_the_reply_part_in_the_template(call: Callable[..., Any]) -> None:
-    """(As when a reply that was cut is closed in another way than before.)"""
-    one = call("a", [1, 2, 3], [10, 11], messages=[ASK], reply=raw("assistant", "done"))
-    cut = call("b", [1, 2, 3, 10], [12], messages=[ASK, raw("assistant", "done"), MORE], reply=SAID)
-    assert build([one, cut], session_id="s", builder="prefix_merging").ledger.chain_breaks == {"retokenised": 1}
+def test_template_that_drops_thinking_which_the_harness_sent_back_is_named(call: Callable[..., Any]) -> None:
+    one = call("a", [1, 2, 3], [10, 11], messages=[ASK], reply=SAID)
+    two = call("b", [1, 2, 3, 9], [12], messages=[ASK, SAID, MORE], reply=SAID)
+    assert build([one, two], session_id="s", builder="prefix_merging").ledger.chain_breaks == {"reasoning_stripped": 1}
+
+
+def test_whole_reply_that_the_template_closes_in_another_way_parts_in_the_template(call: Callable[..., Any]) -> None:
+    one = call("a", [1, 2, 3], [10, 11], messages=[ASK], reply=BARE)
+    two = call("b", [1, 2, 3, 10], [12], messages=[ASK, BARE, MORE], reply=SAID)
+    assert build([one, two], session_id="s", builder="prefix_merging").ledger.chain_breaks == {"retokenised": 1}
 
 
 def test_row_after_a_compaction_names_the_row_that_was_condensed(call: Callable[..., Any]) -> None:

@@ -35,8 +35,9 @@ async def generate_whole(engine: Engine, request: EngineRequest) -> EngineReply:
 
 async def _go_on(engine: Engine, request: EngineRequest, reply: EngineReply) -> EngineReply:
     prompt, sampled, limit = reply.prompt_ids, reply.sampled_ids, request.sampling.max_tokens
-    known = prompt is not None and sampled is not None and sampled.size > 0 and engine.info.token_in
-    if not known or (limit is not None and limit <= len(sampled)):
+    if prompt is None or sampled is None or not sampled.size or not engine.info.token_in:
+        return _discarding(await engine.generate(request), reply)
+    if limit is not None and limit <= len(sampled):
         return _discarding(await engine.generate(request), reply)
     before = np.concatenate([prompt, sampled])
     left = None if limit is None else limit - len(sampled)

@@ -17,7 +17,6 @@ from polynya.tokens.forest import Node, full_ids
 from polynya.tokens.matching import Matcher
 from polynya.tokens.validate import common_prefix
 
-
 _LOOK_BACK = 16
 """Earlier calls of the agent, the latest, that a root is compared with: each comparison takes the ids of both."""
 
@@ -100,7 +99,8 @@ class Breaks:
         if any(_said.decode(message).role == "assistant" for message in now[shared:]):
             return Break.FOREIGN_ASSISTANT
         echoed = now[shared - 1]
-        if reasoning_of(nearest.reply).strip() and not reasoning_of(echoed).strip():
+        at_its_start = abs(shared_ids - nearest.prompt_len) <= 1
+        if reasoning_of(nearest.reply).strip() and (at_its_start or not reasoning_of(echoed).strip()):
             return Break.REASONING_STRIPPED
         if shared_ids < nearest.prompt_len:
             return Break.TEMPLATE

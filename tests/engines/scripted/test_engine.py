@@ -11,6 +11,7 @@ from polynya.dialects.wire import chat_message
 from polynya.engines.base import EffectiveSampling, Engine, EngineRequest
 from polynya.engines.scripted import Fault, Script, ScriptedEngine, Step
 from polynya.errors import ContextOverflow, EngineProtocolError, EngineRejected, EngineUnavailable
+from polynya.tokens.printed import GivenIds
 
 
 def ask(text: str = "hi", affinity: str = "s", **rest: object) -> EngineRequest:
@@ -46,14 +47,14 @@ async def test_a_reply_is_what_the_script_expects() -> None:
 async def test_given_prompt_ids_are_conditioned_on_and_echoed() -> None:
     engine = await started(Script())
     prompt = np.array([258, 7, 256, 259], dtype=np.int32)
-    reply = await engine.generate(ask(prompt_ids=prompt))
+    reply = await engine.generate(ask(prompt=GivenIds(prompt)))
     assert np.array_equal(reply.prompt_ids, prompt)
     assert engine.desk.calls[-1].token_in
 
 
 async def test_an_engine_without_token_in_renders_the_messages() -> None:
     engine = await started(Script(token_in=False))
-    reply = await engine.generate(ask(prompt_ids=np.array([1, 2], dtype=np.int32)))
+    reply = await engine.generate(ask(prompt=GivenIds(np.array([1, 2], dtype=np.int32))))
     assert reply.prompt_ids is not None and reply.prompt_ids.size != 2
 
 
