@@ -7,6 +7,7 @@ each spelling that is known, and inside each that an answer shows to be one afte
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ import msgspec
 from polynya.engines.bridging import Bridger
 from polynya.engines.flavours import Flavour
 from polynya.engines.http import EngineHttp, decode
-from polynya.engines.vocabulary import CANDIDATE, discover
+from polynya.engines.vocabulary import CANDIDATE, atomic, discover
 from polynya.errors import EngineProtocolError
 from polynya.tokens.bridge import Vocabulary, fenced
 
@@ -42,6 +43,7 @@ class CompatibleTemplate:
         self._few = asyncio.Semaphore(_AT_ONCE)
         self._vocabulary = Vocabulary(special={}, stop_ids=frozenset())
         self._fences: set[str] = set()
+        self._ordinary: set[str] = set()
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -80,11 +82,18 @@ class CompatibleTemplate:
             pieces = fenced(text, self._fences)
             found = await asyncio.gather(*(self._tokenize(piece, return_token_strs=True) for piece in pieces))
             shown = {spelling for one in found for spelling in one.token_strs or [] if CANDIDATE.fullmatch(spelling)}
-            known = len(self._fences)
-            self._fences |= {spelling for spelling in shown if spelling in text}
-            if len(self._fences) == known:
+            if not await self._found_control(spelling for spelling in shown if spelling in text):
                 return [token for one in found for token in one.tokens]
         raise EngineProtocolError("/tokenize: control tokens in plain text, however it is cut")
+
+    async def _found_control(self, spellings: Iterable[str]) -> bool:
+        """Sort the new ones of the spellings; True when one is a control token that was not known."""
+        found = False
+        for spelling in set(spellings) - self._ordinary:
+            control = await atomic(self.encode_special, spelling) is not None
+            (self._fences if control else self._ordinary).add(spelling)
+            found = found or control
+        return found
 
     async def encode_special(self, text: str) -> list[int]:
         return (await self._tokenize(text)).tokens
