@@ -25,13 +25,14 @@ END_SPELLINGS = (
     "<end_of_turn>",
     "<|end|>",
     "<|return|>",
-    "<|call|>",
     "<|eot|>",
     "<turn|>",
     "<eos>",
     "</s>",
     "<｜end▁of▁sentence｜>",
 )
+_WITH_RETURN = "<|call|>"
+"""Ends a turn in Harmony, which has ``<|return|>`` too; elsewhere it may begin a call."""
 OPENERS = ("<|user|>", "<|observation|>")
 """They end a turn where nothing else does."""
 _MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<|im_start|>")
@@ -47,10 +48,12 @@ async def discover(
     """``encode`` recognises control tokens; ``template`` is its text, where it is known; ``stop_ids`` are known to end turns."""
     texts = [template, *[text for text in [await _rendered(render, probe) for probe in _PROBES] if text is not None]]
     found = [spelling for text in texts for spelling in CANDIDATE.findall(text)]
-    candidates = list(dict.fromkeys((*END_SPELLINGS, *_MARKS, *OPENERS, *found)))[:_CANDIDATES]
+    candidates = list(dict.fromkeys((*END_SPELLINGS, _WITH_RETURN, *_MARKS, *OPENERS, *found)))[:_CANDIDATES]
     ids = await asyncio.gather(*(atomic(encode, spelling) for spelling in candidates))
     special = {spelling: token for spelling, token in zip(candidates, ids, strict=True) if token is not None}
     stops = {special[spelling] for spelling in END_SPELLINGS if spelling in special} | set(stop_ids)
+    if "<|return|>" in special and _WITH_RETURN in special:
+        stops.add(special[_WITH_RETURN])
     vocabulary = Vocabulary(
         special=special,
         stop_ids=frozenset(stops),
