@@ -1,13 +1,12 @@
 """The chat template and tokenizer of an OpenAI-compatible server as a ``TemplateDesk``, by ``/tokenize`` and ``/detokenize``.
 
 These endpoints make a control token of every text that spells one. Invariant: plain text never becomes one: it is cut inside
-each spelling that is known, and inside each that an answer shows to be one after all, and encoded again.
+each spelling that is one (``vocabulary.Fences``) before it is encoded.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -15,12 +14,10 @@ import msgspec
 from polynya.engines.bridging import Bridger
 from polynya.engines.flavours import Flavour
 from polynya.engines.http import EngineHttp, decode
-from polynya.engines.vocabulary import CANDIDATE, atomic, discover
-from polynya.errors import EngineProtocolError
-from polynya.tokens.bridge import Vocabulary, fenced
+from polynya.engines.vocabulary import Fences, discover
+from polynya.tokens.bridge import Vocabulary
 
 _AT_ONCE = 8
-_ROUNDS = 8
 _MARGIN, _PER_MESSAGE = 1024, 64
 """Tokens that a template may print besides the messages' own bytes, from the stand-in assistant's turn on."""
 
@@ -42,8 +39,7 @@ class CompatibleTemplate:
         self._model = model
         self._few = asyncio.Semaphore(_AT_ONCE)
         self._vocabulary = Vocabulary(special={}, stop_ids=frozenset())
-        self._fences: set[str] = set()
-        self._ordinary: set[str] = set()
+        self._fences = Fences(self._pieces)
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -55,7 +51,7 @@ class CompatibleTemplate:
         if found is None:
             return False
         self._vocabulary = found
-        self._fences |= found.special.keys()
+        self._fences.add(found.special)
         return True
 
     async def render(self, messages: list[bytes], tools: bytes | None, template_kwargs: bytes | None) -> str:
@@ -75,25 +71,11 @@ class CompatibleTemplate:
         return decode(answer.body, _Tokens, "/tokenize").tokens
 
     async def encode(self, texts: list[str]) -> list[list[int]]:
-        return list(await asyncio.gather(*(self._plain(text) for text in texts)))
+        return list(await asyncio.gather(*(self._fences.encode(text) for text in texts)))
 
-    async def _plain(self, text: str) -> list[int]:
-        for _ in range(_ROUNDS):
-            pieces = fenced(text, self._fences)
-            found = await asyncio.gather(*(self._tokenize(piece, return_token_strs=True) for piece in pieces))
-            shown = {spelling for one in found for spelling in one.token_strs or [] if CANDIDATE.fullmatch(spelling)}
-            if not await self._found_control(spelling for spelling in shown if spelling in text):
-                return [token for one in found for token in one.tokens]
-        raise EngineProtocolError("/tokenize: control tokens in plain text, however it is cut")
-
-    async def _found_control(self, spellings: Iterable[str]) -> bool:
-        """Sort the new ones of the spellings; True when one is a control token that was not known."""
-        found = False
-        for spelling in set(spellings) - self._ordinary:
-            control = await atomic(self.encode_special, spelling) is not None
-            (self._fences if control else self._ordinary).add(spelling)
-            found = found or control
-        return found
+    async def _pieces(self, text: str) -> tuple[list[int], list[str]]:
+        found = await self._tokenize(text, return_token_strs=True)
+        return found.tokens, found.token_strs or []
 
     async def encode_special(self, text: str) -> list[int]:
         return (await self._tokenize(text)).tokens

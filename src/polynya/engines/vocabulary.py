@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import msgspec
 
-from polynya.errors import EngineRejected, EngineUnavailable
-from polynya.tokens.bridge import SENTINEL, Vocabulary, suffix_of
+from polynya.errors import EngineProtocolError, EngineRejected, EngineUnavailable
+from polynya.tokens.bridge import SENTINEL, Vocabulary, fenced, suffix_of
 
 CANDIDATE = re.compile(r"<[^<>\s]{1,40}>|\[/?[A-Z_]{2,30}\]|[\[\]][~!a-z]{1,6}[\[\]]")
 END_SPELLINGS = (
@@ -37,9 +37,12 @@ OPENERS = ("<|user|>", "<|observation|>")
 """They end a turn where nothing else does."""
 _MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<|im_start|>")
 _CANDIDATES = 400
+_ROUNDS = 8
 
 Render = Callable[[list[bytes], bytes | None, bytes | None], Awaitable[str]]
 Encode = Callable[[str], Awaitable[list[int]]]
+Pieces = Callable[[str], Awaitable[tuple[list[int], Sequence[str]]]]
+"""Ids of a text and the tokens' own spellings."""
 
 
 async def discover(
@@ -70,6 +73,39 @@ async def atomic(encode: Encode, spelling: str) -> int | None:
     """The spelling's one id; None when it merges with what stands beside it, or is several tokens."""
     ids = await encode(f"{spelling}x{spelling}\n{spelling}")
     return ids[0] if ids.count(ids[0]) == 3 and ids[-1] == ids[0] else None
+
+
+class Fences:
+    """Plain encoding by a tokenizer that recognises some control tokens all the same: a text is cut inside each spelling that is
+    known to be one, and inside each that the answer shows to be one after all, and then encoded again."""
+
+    def __init__(self, pieces: Pieces) -> None:
+        self._pieces = pieces
+        self._control: set[str] = set()
+        self._ordinary: set[str] = set()
+
+    def add(self, spellings: Iterable[str]) -> None:
+        self._control.update(spellings)
+
+    async def encode(self, text: str) -> list[int]:
+        for _ in range(_ROUNDS):
+            found = await asyncio.gather(*(self._pieces(part) for part in fenced(text, self._control)))
+            shown = {piece for _, pieces in found for piece in pieces if CANDIDATE.fullmatch(piece)}
+            if not await self._new_control(piece for piece in shown if piece in text):
+                return [token for ids, _ in found for token in ids]
+        raise EngineProtocolError("the tokenizer makes control tokens of plain text, however it is cut")
+
+    async def _new_control(self, spellings: Iterable[str]) -> bool:
+        """Sort the spellings that are new; True when one is a control token."""
+        found = False
+        for spelling in set(spellings) - self._ordinary:
+            control = await atomic(self._ids, spelling) is not None
+            (self._control if control else self._ordinary).add(spelling)
+            found = found or control
+        return found
+
+    async def _ids(self, text: str) -> list[int]:
+        return (await self._pieces(text))[0]
 
 
 def _ends(texts: Sequence[str], vocabulary: Vocabulary) -> bool:
