@@ -16,8 +16,9 @@ import numpy as np
 
 from polynya.dialects.neutral import ChatRequest
 from polynya.engines.base import EngineInfo, EngineReply, EngineRequest
-from polynya.engines.bridging import Bridger
+from polynya.engines.bridging import Bridger, LazyBridger
 from polynya.engines.calls import TokenIds, call, tokenize
+from polynya.engines.compatible_template import compatible_bridger
 from polynya.engines.flavours import Flavour
 from polynya.engines.http import EngineHttp, HttpSettings, decode
 from polynya.engines.probe import probe
@@ -47,6 +48,7 @@ class CompatibleEngine:
         self.http = EngineHttp(self.base_url, api_key=api_key, settings=http)
         self._asked_model = model
         self._found: tuple[EngineInfo, Flavour] | None = None
+        self._bridger = LazyBridger(self._make_bridger)
 
     async def start(self) -> EngineInfo:
         try:
@@ -115,7 +117,13 @@ class CompatibleEngine:
         return found.prompt if found.prompt is not None else found.text or ""
 
     async def bridger(self) -> Bridger | None:
-        return None
+        return await self._bridger.get()
+
+    async def _make_bridger(self) -> Bridger | None:
+        info, flavour = self._started()
+        if not (info.token_in and flavour.tokenizes):
+            return None
+        return await compatible_bridger(self.http, flavour, info.model, info.stop_ids)
 
     async def health(self) -> None:
         _, flavour = self._started()

@@ -14,11 +14,21 @@ import msgspec
 from polynya.engines.bridging import Bridger
 from polynya.engines.http import decode
 from polynya.engines.llamacpp_wire import Rendered, Text, TokenList
-from polynya.engines.vocabulary import atomic, discover
-from polynya.tokens.bridge import Vocabulary, fenced
+from polynya.engines.vocabulary import Fences, atomic, discover
+from polynya.tokens.bridge import Vocabulary
 
 Send = Callable[[str, bytes], Awaitable[bytes]]
 """Path and body to the body of the answer; raises EngineError."""
+
+
+class _Piece(msgspec.Struct):
+    id: int
+    piece: str | list[int]
+    """Bytes where it is no whole UTF-8."""
+
+
+class _Pieces(msgspec.Struct):
+    tokens: list[_Piece]
 
 
 class LlamaTemplate:
@@ -27,7 +37,7 @@ class LlamaTemplate:
         # a connection keeps a thread of the server to itself for seconds, and it has few
         self._few = asyncio.Semaphore(2)
         self._vocabulary = Vocabulary(special={}, stop_ids=frozenset())
-        self._stubborn: frozenset[str] = frozenset()
+        self._fences = Fences(self._pieces)
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -38,9 +48,9 @@ class LlamaTemplate:
         found = await discover(self.render, self.encode_special, template=template, stop_ids=stop_ids)
         if found is None:
             return False
-        plain = await asyncio.gather(*(atomic(self._plain, spelling) for spelling in found.special))
-        pairs = zip(found.special.items(), plain, strict=True)
-        self._stubborn = frozenset(spelling for (spelling, token), seen in pairs if seen == token)
+        spellings = list(found.special)
+        plain = await asyncio.gather(*(atomic(self._plain, spelling) for spelling in spellings))
+        self._fences.add(spelling for spelling, token in zip(spellings, plain, strict=True) if token is not None)
         self._vocabulary = found
         return True
 
@@ -57,10 +67,7 @@ class LlamaTemplate:
         return await self.encode_special(await self.render(messages, tools, template_kwargs))
 
     async def encode(self, texts: list[str]) -> list[list[int]]:
-        cut = [fenced(text, self._stubborn) for text in texts]
-        flat = await asyncio.gather(*(self._plain(piece) for pieces in cut for piece in pieces))
-        rest = iter(flat)
-        return [[token for _ in pieces for token in next(rest)] for pieces in cut]
+        return list(await asyncio.gather(*(self._fences.encode(text) for text in texts)))
 
     async def encode_special(self, text: str) -> list[int]:
         return await self._tokenize(text, parse_special=True)
@@ -72,11 +79,18 @@ class LlamaTemplate:
     async def _plain(self, text: str) -> list[int]:
         return await self._tokenize(text, parse_special=False)
 
+    async def _pieces(self, text: str) -> tuple[list[int], list[str]]:
+        body = await self._ask(text, parse_special=False, with_pieces=True)
+        found = decode(body, _Pieces, "llama.cpp /tokenize").tokens
+        return [one.id for one in found], [one.piece for one in found if isinstance(one.piece, str)]
+
     async def _tokenize(self, text: str, *, parse_special: bool) -> list[int]:
-        fields = {"content": text, "add_special": False, "parse_special": parse_special}
-        async with self._few:
-            body = await self._send("/tokenize", msgspec.json.encode(fields))
+        body = await self._ask(text, parse_special=parse_special)
         return decode(body, TokenList, "llama.cpp /tokenize").tokens
+
+    async def _ask(self, text: str, **fields: bool) -> bytes:
+        async with self._few:
+            return await self._send("/tokenize", msgspec.json.encode({"content": text, "add_special": False, **fields}))
 
 
 async def llama_bridger(send: Send, template: str, stop_ids: Iterable[int]) -> Bridger | None:

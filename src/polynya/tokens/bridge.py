@@ -159,12 +159,18 @@ class _Masking:
     def __init__(self, spellings: list[str], mask: str) -> None:
         self._whole = _any_of([*spellings, SENTINEL])
         # a spelling may lie across two parts of one content, so its first character alone is enough
-        self._table = str.maketrans({spelling[0]: spelling[0] + mask for spelling in (*spellings, SENTINEL)})
+        self._firsts = sorted({spelling[0] for spelling in (*spellings, SENTINEL)})
+        self._mask = mask
+
+    def _masked(self, text: str) -> str:
+        for first in self._firsts:
+            text = text.replace(first, first + self._mask)
+        return text
 
     def content(self, value: Any) -> Any:
         """Everywhere in the text, however it is nested."""
         if isinstance(value, str):
-            return value.translate(self._table)
+            return self._masked(value)
         if isinstance(value, list):
             return [self.content(one) for one in value]
         if isinstance(value, dict):
@@ -175,7 +181,7 @@ class _Masking:
         """Only where a whole spelling stands: ids and names are compared, and some templates ask for a shape."""
         if isinstance(value, str):
             assert self._whole is not None
-            return value.translate(self._table) if self._whole.search(value) else value
+            return self._masked(value) if self._whole.search(value) else value
         if isinstance(value, list):
             return [self.field(one) for one in value]
         if isinstance(value, dict):

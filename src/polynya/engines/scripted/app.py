@@ -22,6 +22,7 @@ from polynya.engines.base import EffectiveSampling, EngineReply
 from polynya.engines.scripted import tokens
 from polynya.engines.scripted.desk import Desk, Planned, spoiled
 from polynya.engines.scripted.script import WHOLE_CALL_FAULTS, Script
+from polynya.engines.scripted.template import encode_special
 from polynya.errors import ContextOverflow
 from polynya.schema import Int32Array
 
@@ -118,7 +119,7 @@ class ScriptedApp:
 
     def _tokenize(self, ask: _Tokenize) -> dict[str, Any]:
         if ask.messages is None:
-            ids = tokens.encode(ask.prompt or "")
+            ids = np.array(encode_special(ask.prompt or ""), dtype=np.int32)
         else:
             ids = self._render(ask.messages, ask.tools, generation_prompt=ask.add_generation_prompt)
         found: dict[str, Any] = {"count": int(ids.size), "max_model_len": self.script.window, "tokens": ids.tolist()}
