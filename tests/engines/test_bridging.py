@@ -269,7 +269,6 @@ async def test_template_kwargs_reach_the_template() -> None:
         (GLM, ["system"], None, "known stop token"),
         (QWEN3.replace("'\\n<tool_response>\\n' + said(m)", "'\\n' + said(m)[:3]"), ["tool"], None, "print the new messages once"),
         (SMOLLM2.replace("said(m) + '<", "said(m) + messages|length|string + '<"), ["user"], None, "behind other conversations"),
-        (SMOLLM2.replace("'<|im_end|>' + '\\n'", "'<|im_end|>' + ''").replace("<|im_start|>' + m.role + '\\n'", "' "), ["user"], None, ""),
     ],
 )  # fmt: skip
 async def test_a_pattern_that_fails_its_self_test_is_refused(
@@ -280,8 +279,6 @@ async def test_a_pattern_that_fails_its_self_test_is_refused(
     tail, calls = tail_of(roles, ["x"] * len(roles))
     for _ in range(2):
         found = await bridged(bridger, [1, 2], tail, calls, tools=tools)
-        if not why:
-            return
         assert found is None
     ((reason, count),) = bridger.refused.items()
     assert count == 2 and why in reason and "pattern" in reason
@@ -321,6 +318,7 @@ async def test_an_encoder_that_makes_control_tokens_of_text_is_refused() -> None
         ([1], [], "nothing to continue"),
         ([1], [message("assistant", "x")], "an assistant's message among the new ones"),
         ([1], [b"{"], "unreadable message"),
+        ([1], [message("a+b", "x")], "unreadable message"),
         ([1], [message(role, "x") for role in ("user", "system") * 5], "too many turns among the new messages"),
         ([1], [message("user", [{"type": "image_url"}])], "media"),
     ],
@@ -367,6 +365,48 @@ async def test_one_render_and_one_encoding_each_and_one_self_test_for_all() -> N
     await bridged(again, [1], [message("user", "x")], [])
     single = desk.renders - before
     assert asked[0] <= 3 + single + 8
+
+
+async def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polynya.engines.bridging._KEPT", 2)
+    bridger = Bridger(await FamilyDesk(QWEN3).learn())
+    for n in range(6):
+        found = await bridged(bridger, [1], [message("user", f"n{n}")], [], template_kwargs=b'{"k":%d}' % n)
+        assert found is not None
+    assert len(bridger._tested) <= 2 and len(bridger._encoded) < 12
+
+
+async def test_an_engine_that_goes_away_in_a_self_test_decides_nothing() -> None:
+    class Leaving(FamilyDesk):
+        left = 0
+
+        async def render(self, *asked: Any) -> str:
+            self.left -= 1
+            if self.left == 0:
+                raise EngineUnavailable("away")
+            return await super().render(*asked)
+
+    desk = Leaving(SMOLLM2)
+    await desk.learn()
+    bridger = Bridger(desk)
+    for at in range(1, 5):
+        desk.left = at
+        assert await bridged(bridger, [1], [message("user", "x")], []) is None
+    assert dict(bridger.refused) == {"engine: EngineUnavailable": 4}
+    assert await bridged(bridger, [1], [message("user", "x")], []) is not None
+
+
+async def test_a_template_that_allows_no_two_assistants_has_no_opener_unless_its_token_is_known() -> None:
+    strict = (
+        "{% for m in messages %}{% if not loop.first and m.role == messages[loop.index0 - 1].role %}"
+        "{{ raise_exception('alternate') }}{% endif %}{% endfor %}"
+    )
+    opened = {"other_close": 1, "synthetic_close": 1}
+    last = "<|endoftext|>"
+    for template, flags in ((SMOLLM2, {"other_close": 1}), (GLM, opened)):
+        desk = await FamilyDesk(strict + template).learn()
+        found = await bridged(Bridger(desk), [desk.whole.token_to_id(last)], [message("user", "x")], [])
+        assert found is not None and found.flags == flags
 
 
 async def test_a_long_parent_costs_nothing() -> None:

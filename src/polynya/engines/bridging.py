@@ -164,14 +164,15 @@ class Bridger:
         """The suffix's ids, and how many control tokens its contents only spelled."""
         special = self.desk.vocabulary.special
         pieces = split(suffix.text, special, mask)
-        missing = list(dict.fromkeys(p for p in pieces if isinstance(p, str) and p not in self._encoded))
+        texts = dict.fromkeys(piece for piece in pieces if isinstance(piece, str))
+        known = {text: self._encoded[text] for text in texts if text in self._encoded}
+        missing = [text for text in texts if text not in known]
         fresh = dict(zip(missing, await self.desk.encode(missing) if missing else [], strict=True))
         control = frozenset(special.values())
         if any(not control.isdisjoint(ids) for ids in fresh.values()):
             raise _Refused("the engine makes control tokens of plain text")
-        ids: list[int] = []
-        for piece in pieces:
-            ids += [piece] if isinstance(piece, int) else fresh[piece] if piece in fresh else self._encoded[piece]
+        known |= fresh
+        ids = [token for piece in pieces for token in ([piece] if isinstance(piece, int) else known[piece])]
         if len(self._encoded) >= _KEPT:
             self._encoded.clear()
         self._encoded |= {text: encoded for text, encoded in fresh.items() if len(text) <= _SHORT}
@@ -182,8 +183,6 @@ class Bridger:
             return await self._tested_shape(pattern)
         except _Refused as exc:
             return exc.reason
-        except ValueError as exc:
-            return str(exc)
         except EngineError as exc:
             if _may_pass(exc):
                 raise
@@ -281,6 +280,8 @@ def _pattern(tail: Sequence[bytes], calls: bool, tools: bool, template_kwargs: b
         raise _Refused("unreadable message") from exc
     if "assistant" in roles:
         raise _Refused("an assistant's message among the new ones")
+    if not all(role.isalpha() for role in roles):
+        raise _Refused("unreadable message")
     runs = [(role, len(list(run))) for role, run in itertools.groupby(roles)]
     if len(runs) > 8:
         raise _Refused("too many turns among the new messages")
