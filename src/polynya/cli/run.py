@@ -89,7 +89,7 @@ def execute(
     model: str | None,
     path: Path,
     *,
-    gateway: GatewaySettings = GatewaySettings(),
+    gateway: GatewaySettings | None = None,
     resume: bool = False,
     concurrency: int | None = None,
     text_only: bool = False,
@@ -106,7 +106,7 @@ def execute(
         options = RunOptions(
             out=path,
             cache=cache_dir(),
-            settings=Settings(gateway=gateway, node=limits),
+            settings=Settings(gateway=gateway or GatewaySettings(), node=limits),
             resume=resume,
             text_only=text_only,
             command=" ".join(sys.argv[1:]),

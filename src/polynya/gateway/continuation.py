@@ -121,8 +121,8 @@ class Continuation:
         refused = _refused(request.messages, found.tail_start, foreign=found.foreign)
         if not refused and self._settings.thinking == "template" and found.call.call_id in session.thoughtful:
             # A user message makes the template leave out what the model thought before it.
-            if any(message.role == "user" for message in request.messages[found.tail_start :]):
-                refused = "thinking_dropped"
+            asks = any(message.role == "user" for message in request.messages[found.tail_start :])
+            refused = "thinking_dropped" if asks else ""
         if refused:
             session.flags[f"continuation_refused_{refused}"] += 1
             return place
