@@ -10,7 +10,7 @@ from hypothesis import given
 
 from polynya.dialects.base import BadRequest, Fault, WireError
 from polynya.dialects.neutral import ChatReply, ChatRequest, ToolCall
-from polynya.dialects.openai_responses import COMPACTION_REQUEST, OpenAIResponses
+from polynya.dialects.openai_responses import COMPACTION_REQUEST, OpenAIResponses, regrouped
 
 from .conftest import HEAD, REPLIES, recorded, sse
 
@@ -235,3 +235,28 @@ def test_what_the_model_will_not_see_is_counted_by_rule() -> None:
     request = parse(items, tools=tools, tool_choice={"type": "web_search"})
     assert request.dropped == {"foreign_reasoning": 1, "provider_tool": 2, "provider_tool_choice": 1}
     assert request.messages[-1].reasoning == "whole"
+
+
+def test_calls_of_two_replies_are_two_turns_and_those_of_one_stay_one() -> None:
+    items: list[dict[str, Any]] = [{"type": "message", "role": "user", "content": "go"}]
+    for name in ("a", "b", "c"):
+        items += [
+            {"type": "function_call", "call_id": name, "name": "run", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": name, "output": f"result {name}"},
+        ]
+    items.append({"type": "function_call_output", "call_id": "z", "output": "nobody's"})
+    messages = parse(items).messages
+    told = [(message.role, [call.id for call in message.tool_calls] or message.tool_call_id) for message in messages]
+    assert told[1] == ("assistant", ["a", "b", "c"])
+    split = regrouped(messages, {"a": 0, "b": 1, "c": 1})
+    told = [(message.role, [call.id for call in message.tool_calls] or message.tool_call_id) for message in split]
+    assert told == [
+        ("user", ""),
+        ("assistant", ["a"]),
+        ("tool", "a"),
+        ("assistant", ["b", "c"]),
+        ("tool", "b"),
+        ("tool", "c"),
+        ("tool", "z"),
+    ]
+    assert regrouped(messages, {}) == messages

@@ -8,7 +8,7 @@ the SDKs, the provider's API reference. Refuses item and part types that it cann
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -172,6 +172,49 @@ class OpenAIResponses:
     def models(self, names: list[str], created: int) -> bytes:
         data = [{"id": name, "object": "model", "created": created, "owned_by": "polynya"} for name in names]
         return encode({"object": "list", "data": data})
+
+
+def regrouped(messages: list[ChatMessage], reply_of: Mapping[str, int]) -> list[ChatMessage]:
+    """Calls of different replies in turns of their own, each before its results.
+
+    Items do not say where a reply ends: ``call, output, call, output`` is two replies, or one that a client wrote down as its
+    calls were done. ``reply_of``: which reply gave a call, by the call's id. A call that nobody knows stays where it is.
+    """
+    found: list[ChatMessage] = []
+    at = 0
+    while at < len(messages):
+        message = messages[at]
+        at += 1
+        calls = message.tool_calls if message.role == "assistant" else []
+        turns = _by_reply(calls, reply_of)
+        if len(turns) < 2:
+            found.append(message)
+            continue
+        end = at
+        while end < len(messages) and messages[end].role == "tool":
+            end += 1
+        results = messages[at:end]
+        at = end
+        for number, turn in enumerate(turns):
+            text, reasoning = ("", "") if number else (message.text, message.reasoning)
+            found.append(chat_message("assistant", text=text, reasoning=reasoning, tool_calls=turn))
+            ids = {call.id for call in turn}
+            found += [result for result in results if result.tool_call_id in ids]
+        known = {call.id for call in calls}
+        found += [result for result in results if result.tool_call_id not in known]
+    return found
+
+
+def _by_reply(calls: list[ToolCall], reply_of: Mapping[str, int]) -> list[list[ToolCall]]:
+    turns: list[list[ToolCall]] = []
+    last: int | None = None
+    for call in calls:
+        reply = reply_of.get(call.id, last)
+        if not turns or (last is not None and reply != last):
+            turns.append([])
+        turns[-1].append(call)
+        last = reply
+    return turns
 
 
 class _Assistant:

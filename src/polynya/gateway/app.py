@@ -186,7 +186,7 @@ class GatewayApp:
         if isinstance(continued, WireError):
             await _refuse(turn, dialect, continued)
             return None
-        return continued
+        return session.regrouped(continued)
 
     async def _stored(
         self, exchange: Exchange, dialect: Dialect, session: GatewaySession, response_id: str, action: str

@@ -192,6 +192,7 @@ class Calls:
             await self._commit(session, call, end)
             place.commit(session, end.reply, call, thought=bool(reply.reply.reasoning))
             session.made_good(call, start.messages)
+            session.remember_calls(call, answer.reply)
             session.flags.update(reply.flags)
             session.keep_reply(digest, answer)
             session.remember_response(request, answer)

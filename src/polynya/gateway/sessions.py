@@ -20,7 +20,8 @@ from polynya.capture.calls import StoredCall
 from polynya.capture.store import SessionCapture
 from polynya.dialects.base import Fault, WireError
 from polynya.dialects.history import History
-from polynya.dialects.neutral import ChatMessage, ChatRequest, ReplyHead
+from polynya.dialects.neutral import ChatMessage, ChatReply, ChatRequest, ReplyHead
+from polynya.dialects.openai_responses import regrouped
 from polynya.dialects.wire import chat_message
 from polynya.gateway.lanes import CompactionWatch
 from polynya.schema import Budgets, SamplingSpec
@@ -58,6 +59,7 @@ class GatewaySession:
         self.replies: OrderedDict[bytes, Answer] = OrderedDict()
         self._histories: dict[str, History[Any]] = {}
         self._responses: dict[str, list[ChatMessage]] = {}
+        self._reply_of_call: dict[str, int] = {}
         self.stored: dict[str, tuple[ChatRequest, Answer]] = {}
         """Replies that the client may ask for again by id."""
         self.matcher: Matcher[StoredCall] = Matcher()
@@ -125,6 +127,15 @@ class GatewaySession:
         own = int(request.instructions)
         messages = [*request.messages[:own], *history, *request.messages[own:]]
         return msgspec.structs.replace(request, messages=messages)
+
+    def regrouped(self, request: ChatRequest) -> ChatRequest:
+        """Responses items do not say where a reply ends; the session knows which reply gave a call."""
+        if request.dialect != "openai_responses":
+            return request
+        return msgspec.structs.replace(request, messages=regrouped(request.messages, self._reply_of_call))
+
+    def remember_calls(self, call: StoredCall, reply: ChatReply) -> None:
+        self._reply_of_call.update(dict.fromkeys((made.id for made in reply.tool_calls), call.index))
 
     def remember_response(self, request: ChatRequest, answer: Answer) -> None:
         """What a later request may name as its history (instructions are not carried over, as with the provider)."""
