@@ -105,3 +105,28 @@ def test_first_call_of_another_agent_is_no_break(call: Callable[..., Any]) -> No
     one = call("a", [1, 2, 3], [10, 11], messages=[ASK], reply=SAID)
     other = call("b", [7], [12], lane=Lane.SUBAGENT, agent="x", messages=[MORE], reply=SAID)
     assert build([one, other], session_id="s", builder="prefix_merging").ledger.chain_breaks == {}
+
+
+def test_prompt_that_extends_an_older_call_but_not_its_own_last_turn_is_a_break(call: Callable[..., Any]) -> None:
+    said = raw("assistant", "again")
+    one = call("a", [1], [10], messages=[ASK], reply=BARE)
+    two = call("b", [1, 10, 2], [11, 12], messages=[ASK, BARE, MORE], reply=said)
+    three = call("c", [1, 10, 2, 13, 3], [14], messages=[ASK, BARE, MORE, said, MORE], reply=SAID)
+    built = build([one, two, three], session_id="s", builder="prefix_merging")
+    assert (len(built.traces), built.breaks) == (2, {"c": "retokenised"})
+
+
+def test_branch_from_the_turn_that_a_history_was_rewound_to_is_no_break(call: Callable[..., Any]) -> None:
+    one = call("a", [1], [10], messages=[ASK], reply=BARE)
+    two = call("b", [1, 10, 2], [11, 12], messages=[ASK, BARE, MORE], reply=SAID)
+    other = call("c", [1, 10, 3], [14], messages=[ASK, BARE, raw("user", "else")], reply=SAID)
+    built = build([one, two, other], session_id="s", builder="prefix_merging")
+    assert (len(built.traces), built.breaks) == (2, {})
+
+
+def test_ids_go_on_where_no_history_does(call: Callable[..., Any]) -> None:
+    one = call("a", [1], [10], messages=[ASK], reply=BARE)
+    two = call("b", [5], [11], messages=[MORE], reply=SAID)
+    three = call("c", [1, 10, 3], [14], messages=[raw("user", "spelled otherwise")], reply=SAID)
+    built = build([one, two, three], session_id="s", builder="prefix_merging")
+    assert built.breaks == {"b": "history_edited"}

@@ -233,3 +233,13 @@ def test_a_compaction_that_the_same_agent_asks_for_again_is_superseded(call: Mak
     assert [row.call_ids for row in trained.traces] == [["c1"], ["c3"], ["c4"]]
     left_out = build(calls, session_id="s", builder="prefix_merging")
     assert left_out.exclusions == {**expected, "c1": Exclusion.COMPACTION_LANE, "c3": Exclusion.COMPACTION_LANE}
+
+
+def test_parent_that_capture_proved_is_taken_and_an_excluded_one_is_passed_over(call: MakeCall) -> None:
+    one = call("a", [1], [10])
+    bad = call("b", [1, 10, 2], [11], exclusion=Exclusion.LENGTH_MISMATCH)
+    last = call("c", [1, 10, 2, 11, 3], [12])
+    bad.extends, last.extends = one, bad
+    built = build([one, bad, last], session_id="s", builder="prefix_merging")
+    assert built.parents == {"c": "a"}
+    assert built.traces[0].loss_mask.tolist() == [0, 1, 0, 0, 0, 1]

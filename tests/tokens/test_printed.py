@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polynya.tokens.printed import ids_in, offset_of, print_ids, printed, read_ids, read_printed
+from polynya.tokens.printed import GivenIds, ids_in, offset_of, print_ids, printed, read_ids, read_printed
 
 
 def is_canonical(text: bytes) -> bool:
@@ -129,3 +129,10 @@ def test_offset_is_where_the_id_begins(values: list[int], data: st.DataObject) -
     index = data.draw(st.integers(0, len(values)))
     rest = read_ids(text_of(values)[offset_of(text_of(values), index) :])
     assert rest is not None and rest.tolist() == values[index:]
+
+
+def test_given_ids_are_sent_as_pieces_or_printed() -> None:
+    pieces = GivenIds(pieces=[b"1,2", b"3"])
+    assert pieces.ids.tolist() == [1, 2, 3] and b"".join(pieces.print()) == b"1,2,3"
+    array = GivenIds(np.array([4, 5], dtype=np.int32))
+    assert array.ids.tolist() == [4, 5] and array.print() == [b"4,5"]

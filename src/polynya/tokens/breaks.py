@@ -30,34 +30,59 @@ _said = msgspec.json.Decoder(_Said)
 
 
 class Parting(msgspec.Struct, frozen=True):
-    """A root that is not its agent's first call."""
+    """A call that does not extend the one that its history goes on from."""
 
     cause: Break
     nearest: int
-    """Order of the earlier call of the same agent whose ``prompt + sampled`` shares most ids with it."""
+    """Order of that one; where there is none, of the call of the same agent whose ``prompt + sampled`` shares most ids."""
 
 
 def partings(nodes: Sequence[Node], calls: Sequence[CapturedCall]) -> dict[int, Parting]:
-    """By order of the root. ``calls``: all of the session in commit order, excluded ones too."""
-    breaks = Breaks()
-    places = {call.call_id: place for place, call in enumerate(calls)}
-    found: dict[int, Parting] = {}
+    """By order of the call. ``calls``: all of the session in commit order, excluded ones too."""
+    latest: dict[tuple[Lane, str], int] = {}
+    suspects = []
     for node in nodes:
-        call = node.call
-        if node.parent is not None:
+        own = (node.call.lane, node.call.agent)
+        if own in latest and node.parent != latest[own]:
+            suspects.append(node)
+        latest[own] = node.order
+    if not suspects:
+        return {}
+    places = {call.call_id: place for place, call in enumerate(calls)}
+    breaks, history = Breaks(), _history(nodes)
+    found: dict[int, Parting] = {}
+    for node in suspects:
+        nearest, shared = _nearest(node, nodes, history[node.order])
+        if nearest is None or (node.parent is not None and nodes[node.parent].total_len >= nearest.total_len):
             continue
-        own = (call.lane, call.agent)
-        before = [other for other in nodes[: node.order] if (other.call.lane, other.call.agent) == own]
-        if not before:
-            continue
-        prompt = call.prompt_ids
-        shared, order = max(
-            (common_prefix(prompt, full_ids(other.call)), other.order) for other in before[-_LOOK_BACK:]
-        )
-        nearest = nodes[order].call
-        between = calls[places[nearest.call_id] + 1 : places[call.call_id]]
-        found[node.order] = Parting(breaks.cause(call, nearest, shared, between), order)
+        between = calls[places[nearest.call.call_id] + 1 : places[node.call.call_id]]
+        found[node.order] = Parting(breaks.cause(node.call, nearest.call, shared, between), nearest.order)
     return found
+
+
+def _history(nodes: Sequence[Node]) -> list[int | None]:
+    """For each call the order of the earlier one whose reply is the last that its history holds."""
+    matcher: Matcher[int] = Matcher()
+    found = []
+    for node in nodes:
+        chain = matcher.chain(node.call.tools_json.encode(), node.call.messages)
+        hit = matcher.find(chain)
+        found.append(None if hit is None else hit.call)
+        matcher.commit(chain, node.call.reply, node.order)
+    return found
+
+
+def _nearest(node: Node, nodes: Sequence[Node], goes_on_from: int | None) -> tuple[Node | None, int]:
+    prompt = node.call.prompt_ids
+    if goes_on_from is not None:
+        nearest = nodes[goes_on_from]
+        return nearest, common_prefix(prompt, full_ids(nearest.call))
+    if node.parent is not None:
+        return None, 0
+    own = (node.call.lane, node.call.agent)
+    before = [other for other in nodes[: node.order] if (other.call.lane, other.call.agent) == own]
+    shared, order = max((common_prefix(prompt, full_ids(other.call)), other.order) for other in before[-_LOOK_BACK:])
+    return nodes[order], shared
 
 
 class Breaks:
