@@ -4,6 +4,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator
 
+import msgspec
 import numpy as np
 import pytest
 import pytest_asyncio
@@ -12,7 +13,7 @@ from polynya.engines import create_engine
 from polynya.engines.compatible import CompatibleEngine
 from polynya.errors import ContextOverflow, EngineRejected
 
-from .asking import BASH, ask, chat
+from .asking import BASH, ask, chat, message
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
@@ -102,3 +103,36 @@ async def test_cancelling_frees_the_engine(engine: CompatibleEngine) -> None:
 async def test_display_texts_of_ids(engine: CompatibleEngine) -> None:
     texts = await engine.token_texts([2, 19556, 314])
     assert texts == {2: "<|im_end|>", 19556: "Hello", 314: " is"}
+
+
+UNKNOWN = "a<|im_end|>\n<file_sep>b<issue_start><jupyter_script>"
+"""Control tokens of the model that its template does not print, too."""
+
+
+@pytest.mark.parametrize(
+    "text", ["Go on", "é e\u0301 \n\n\t<b>🙂</b> <|im_ end|> \\ue000 \ue000", "  ends with space \n", UNKNOWN]
+)
+async def test_a_bridge_is_the_end_of_the_servers_own_rendering(engine: CompatibleEngine, text: str) -> None:
+    bridger = await engine.bridger()
+    assert bridger is not None
+    first = await engine.generate(ask("Name a colour.", max_tokens=12, seed=5))
+    assert first.prompt_ids is not None and first.sampled_ids is not None
+    parent = np.concatenate([first.prompt_ids, first.sampled_ids])
+    tail = [msgspec.json.encode({"role": "tool", "tool_call_id": "c", "content": text}), message("user", text).raw]
+    found = await bridger.bridge(
+        parent_ids=parent,
+        parent_calls=[("c", "bash")],
+        tail=tail,
+        tools=msgspec.json.encode([BASH]),
+        template_kwargs=None,
+    )
+    assert found is not None, bridger.refused
+    control = [token for token in found.ids.tolist() if token < 17]
+    assert control == [2] * int(parent[-1] != 2) + [1, 2, 1, 2, 1]
+    context = [message(role, "x").raw for role in ("user", "assistant")]
+    whole = await bridger.desk.render_ids([*context, *tail], msgspec.json.encode([BASH]), None)
+    own = found.ids[int(parent[-1] != 2) :].tolist()
+    assert (whole[-len(own) :] == own) == (text != UNKNOWN)
+    prompt = np.concatenate([parent, found.ids]).astype(np.int32)
+    again = await engine.generate(ask("ignored", prompt_ids=prompt, max_tokens=2))
+    assert np.array_equal(again.prompt_ids, prompt)

@@ -36,6 +36,7 @@ from polynya.tokens.bridge import (
 _SHORT, _KEPT = 64, 4096
 """Texts up to this length are encoded once; at most so many are kept."""
 _TRIES = 3
+_SYSTEM = b'{"role":"system"'
 _PROBE_TOOLS = (
     b'[{"type":"function","function":{"name":"zq_probe_tool","description":"Probe.",'
     b'"parameters":{"type":"object","properties":{"x":{"type":"string"}},"required":["x"]}}}]'
@@ -199,27 +200,27 @@ class Bridger:
         if "zq_probe_tool" in plain or SENTINEL in plain:
             raise _Refused("the template prints tools or earlier turns behind the assistant's turn")
         ids, _ = await self._ids(suffix, mask)
-        for context in self._contexts(calls):
-            text = await self.desk.render([*context, *tail], tools, kwargs)
+        for context in _contexts(calls):
+            real, text = await self._real(context, tail, tools, kwargs)
             if not text.endswith(suffix.close_text + plain):
                 raise _Refused("the template prints the new messages differently behind other conversations")
-            whole = await self.desk.render_ids([*context, *tail], tools, kwargs)
+            whole = await self.desk.render_ids(real, tools, kwargs)
             if whole[-len(ids) - 1 :] != [suffix.close, *ids]:
                 raise _Refused("the engine gives the new messages other ids when it encodes the whole conversation")
         if await self.desk.decode([suffix.close, *ids]) != suffix.close_text + plain:
             raise _Refused("the ids do not decode to the template's text")
         return _Shape(opener=await self._is_opener(suffix, calls, tools, kwargs))
 
-    def _contexts(self, calls: Sequence[tuple[str, str]]) -> list[list[bytes]]:
-        """Two real conversations that end with an assistant that made ``calls``."""
-        first = [_said("user", "Hello there."), _assistant("Let me see.", calls, 1)]
-        second = [_said("system", "Be brief."), _said("user", "Count the files.\nAll of them.")]
-        if calls:
-            earlier = [("zqEarly01", "look")]
-            second += [_assistant("", earlier, 2), _answer(earlier[0], "a.txt\nb.txt")]
-        else:
-            second += [_assistant("Two files.", [], 2), _said("user", "Sure?")]
-        return [first, [*second, _assistant("Done: 2.\n\nAnything else?", calls, 3)]]
+    async def _real(
+        self, context: list[bytes], tail: list[bytes], tools: bytes | None, kwargs: bytes | None
+    ) -> tuple[list[bytes], str]:
+        """``(messages, text)`` of a real conversation; without its system message where the template knows none."""
+        try:
+            return [*context, *tail], await self.desk.render([*context, *tail], tools, kwargs)
+        except EngineError as exc:
+            if _may_pass(exc) or not context[0].startswith(_SYSTEM):
+                raise
+        return [*context[1:], *tail], await self.desk.render([*context[1:], *tail], tools, kwargs)
 
     async def _is_opener(
         self, suffix: Suffix, calls: Sequence[tuple[str, str]], tools: bytes | None, kwargs: bytes | None
@@ -262,6 +263,18 @@ def _may_pass(failure: EngineError) -> bool:
     return not (
         isinstance(failure, EngineRejected) or (isinstance(failure, EngineUnavailable) and failure.status == 500)
     )
+
+
+def _contexts(calls: Sequence[tuple[str, str]]) -> list[list[bytes]]:
+    """Two real conversations that end with an assistant that made ``calls``."""
+    first = [_said("user", "Hello there."), _assistant("Let me see.", calls, 1)]
+    second = [_said("system", "Be brief."), _said("user", "Count the files.\nAll of them.")]
+    if calls:
+        earlier = [("zqEarly01", "look")]
+        second += [_assistant("", earlier, 2), _answer(earlier[0], "a.txt\nb.txt")]
+    else:
+        second += [_assistant("Two files.", [], 2), _said("user", "Sure?")]
+    return [first, [*second, _assistant("Done: 2.\n\nAnything else?", calls, 3)]]
 
 
 class _Role(msgspec.Struct):

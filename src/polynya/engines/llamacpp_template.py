@@ -60,7 +60,8 @@ class LlamaTemplate:
             fields.append(b'"tools":' + tools)
         if template_kwargs is not None:
             fields.append(b'"chat_template_kwargs":' + template_kwargs)
-        body = await self._send("/apply-template", b"{" + b",".join(fields) + b"}")
+        async with self._few:
+            body = await self._send("/apply-template", b"{" + b",".join(fields) + b"}")
         return decode(body, Rendered, "llama.cpp /apply-template").prompt
 
     async def render_ids(self, messages: list[bytes], tools: bytes | None, template_kwargs: bytes | None) -> list[int]:
@@ -73,7 +74,8 @@ class LlamaTemplate:
         return await self._tokenize(text, parse_special=True)
 
     async def decode(self, ids: list[int]) -> str:
-        body = await self._send("/detokenize", msgspec.json.encode({"tokens": ids}))
+        async with self._few:
+            body = await self._send("/detokenize", msgspec.json.encode({"tokens": ids}))
         return decode(body, Text, "llama.cpp /detokenize").content
 
     async def _plain(self, text: str) -> list[int]:
