@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -226,3 +227,52 @@ async def test_tool_results_are_bridged(make_rig: Any) -> None:
     status, reply = await agent.post({"model": "m", "messages": [first, echoed, result], "tools": tools})
     assert (status, reply["choices"][0]["message"]["content"]) == (200, "done")
     assert len(built(agent).traces) == 1
+
+
+@pytest.mark.parametrize(
+    "echo",
+    [
+        lambda message: message,
+        bare,
+        lambda message: {**message, "reasoning_content": f" {message.get('reasoning_content', '')}\n"},
+    ],
+    ids=["verbatim", "dropped", "trimmed"],
+)
+async def test_thinking_echoed_in_any_way_trains_the_same(make_rig: Any, echo: Callable[..., dict[str, Any]]) -> None:
+    rig = await make_rig(Script(steps=_THINKS))
+    agent = await rig.open()
+    await talk(agent, 3, echo=echo)
+    trajectory = built(agent)
+    expected = [rig.engine.script.expected("t.0", turn).sampled_ids.size for turn in range(3)]
+    assert (len(trajectory.traces), trajectory.ledger.trained) == (1, sum(expected))
+
+
+async def test_replies_to_given_ids_still_have_tool_calls_and_thinking(make_rig: Any) -> None:
+    call = ScriptedCall(name="run", arguments='{"cmd": "ls"}')
+    rig = await make_rig(Script(steps=[Step(text="", reasoning=f"t{n}", tool_calls=[call]) for n in range(3)]))
+    agent = await rig.open()
+    tools = [{"type": "function", "function": {"name": "run", "parameters": {"type": "object"}}}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "go"}]
+    for turn in range(3):
+        _, reply = await agent.post({"model": "m", "messages": messages, "tools": tools})
+        message = reply["choices"][0]["message"]
+        [made] = message["tool_calls"]
+        assert (made["function"]["arguments"], message["reasoning_content"]) == ('{"cmd": "ls"}', f"t{turn}")
+        messages += [message, {"role": "tool", "tool_call_id": made["id"], "content": "a.txt"}]
+    assert [record.token_in for record in rig.engine.desk.calls] == [False, True, True]
+
+
+async def test_concurrent_branches_and_retries_of_one_turn_get_the_same_prompt(make_rig: Any) -> None:
+    rig = await make_rig(Script(steps=_THINKS))
+    agent = await rig.open()
+    await talk(agent, 2, echo=bare)
+    body = {"model": "m", "messages": [*agent.messages, {"role": "user", "content": "and?"}]}
+    for _ in range(2):
+        assert (await agent.post(body))[0] == 200
+    others = [agent.post({**body, "temperature": t, "messages": body["messages"]}) for t in (0.1, 0.2, 0.3)]
+    assert [status for status, _ in await asyncio.gather(*others)] == [200, 200, 200]
+    prompts = [call.prompt_ids.tolist() for call in agent.session.capture.committed[2:]]
+    assert len(prompts) == 5 and all(prompt == prompts[0] for prompt in prompts)
+    trajectory = built(agent)
+    assert trajectory.ledger.chain_breaks == {}
+    assert trajectory.ledger.trained == trajectory.ledger.captured
