@@ -350,7 +350,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     sampled_len: int
     parent_call_id: str | None
     """The call whose prompt and sampled ids this prompt strictly extends."""
-    break_cause: str | None
+    break_cause: str | None = None
     """``Break``: why it extends none although its agent called before."""
     base_call_id: str | None
     base_keep: int

@@ -116,7 +116,6 @@ class Continuation:
         place = Place(chain)
         found = session.matcher.find(chain)
         if found is None:
-            session.flags["continuation_root"] += 1
             return place
         refused = _refused(request.messages, found.tail_start, foreign=found.foreign)
         if not refused and self._settings.thinking == "template" and found.call.call_id in session.thoughtful:
