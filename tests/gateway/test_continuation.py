@@ -276,3 +276,36 @@ async def test_concurrent_branches_and_retries_of_one_turn_get_the_same_prompt(m
     trajectory = built(agent)
     assert trajectory.ledger.chain_breaks == {}
     assert trajectory.ledger.trained == trajectory.ledger.captured
+
+
+async def test_engine_that_refuses_ids_three_times_in_a_row_is_not_given_any_again(make_rig: Any) -> None:
+    refuse = [Step(text=f"b{n}", fault=Fault(kind="http_error", status=400, times=1)) for n in range(5)]
+    rig = await make_rig(Script(sessions={"t.0": [_THINKS[0], *refuse]}))
+    agent = await rig.open()
+    await talk(agent, 4)
+    assert rig.gateway.continuation == "off"
+    agent.messages.append({"role": "user", "content": "once more"})
+    assert (await agent.post({"model": "m", "messages": agent.messages}))[0] == 400
+    assert [record.token_in for record in list(rig.engine.desk.calls)[-3:]] == [True, False, False]
+
+
+async def test_large_history_is_digested_beside_the_loop_and_a_large_tail_goes_as_messages(
+    make_rig: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("polynya.gateway.continuation._OFF_LOOP_BYTES", 1_000)
+    rig = await make_rig(Script(steps=[Step(text="ok")]))
+    agent = await rig.open()
+    await agent.say("x" * 1_100)
+    await agent.say("small")
+    await agent.say("y" * 1_100)
+    assert [record.token_in for record in rig.engine.desk.calls] == [False, True, False]
+    assert agent.session.flags["continuation_refused_size"] == 1
+    assert built(agent).ledger.chain_breaks == {}
+
+
+async def test_call_with_ids_that_no_vocabulary_has_is_not_gone_on_from(make_rig: Any) -> None:
+    bad = Step(text="a", fault=Fault(kind="id_out_of_range"))
+    rig = await make_rig(Script(sessions={"t.0": [bad, Step(text="b")]}))
+    agent = await rig.open()
+    await talk(agent, 2)
+    assert [record.token_in for record in rig.engine.desk.calls] == [False, False]

@@ -256,17 +256,19 @@ class Calls:
             place.continued = None
             reply = await generate_whole(self._engine, request)
             if not isinstance(exc, ContextOverflow):
-                self._continuation.switch_off(f"the engine refused a prompt of ids: {exc.message}")
+                self._continuation.refused(exc.message)
             return _flagged(reply, "continuation_rejected"), await _placed(session.capture, reply)
         prompt = await _placed(session.capture, reply)
         if prompt is None:
-            self._continuation.switch_off("the engine does not say which ids it conditioned on")
+            if reply.prompt is None:
+                self._continuation.switch_off("the engine does not say which ids it conditioned on")
             return _flagged(reply, "continuation_echo_absent"), None
         if not continued.is_prompt(prompt):
             # What it did condition on is in the echo: the call is sound, and the first of a chain of its own.
             place.continued = None
             self._continuation.switch_off("the engine conditioned on other ids than it was given")
             return _flagged(reply, "continuation_echo_mismatch"), prompt
+        self._continuation.taken()
         return _flagged(reply, "continued", *continued.bridge.flags), prompt
 
     async def _engine_failed(self, session: GatewaySession, call: StoredCall, error: EngineError) -> CallFailed:

@@ -7,6 +7,7 @@ not needed: the builder proves each chain on the ids that the engine echoed.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
 
@@ -21,12 +22,16 @@ from polynya.dialects.neutral import ChatMessage, ChatRequest
 from polynya.engines.base import Engine
 from polynya.engines.bridging import Bridger
 from polynya.gateway.sessions import GatewaySession
+from polynya.schema import Exclusion
 from polynya.tokens.bridge import Bridge
 from polynya.tokens.canonical import root_digest
 from polynya.tokens.matching import Chain
 from polynya.tokens.printed import GivenIds, print_ids
 
 _log = logging.getLogger("polynya.gateway")
+_OFF_LOOP_BYTES = 1024 * 1024
+_REFUSALS = 3
+"""In a row, of calls that went through as messages: then the engine does not want ids."""
 
 
 class Continued(msgspec.Struct, frozen=True):
@@ -67,7 +72,7 @@ class Place(msgspec.Struct):
 
     def commit(self, session: GatewaySession, reply: bytes, call: StoredCall, *, thought: bool) -> None:
         """Later requests may go on from this call. One without ids cannot be gone on from."""
-        if self.chain is None or not call.total_len:
+        if self.chain is None or not call.total_len or call.exclusion == Exclusion.ID_OUT_OF_RANGE:
             return
         session.matcher.commit(self.chain, reply, call)
         if thought or (self.continued is not None and self.continued.parent.call_id in session.thoughtful):
@@ -82,12 +87,22 @@ class Continuation:
         self._settings = settings
         self._bridger: Bridger | None = None
         self._asked = False
+        self._refusals = 0
         self.off = "" if settings.continuation else "switched off"
         """Why no call is continued any more; empty: they are."""
 
     @property
     def on(self) -> bool:
         return not self.off and self._engine.info.token_in
+
+    def refused(self, why: str) -> None:
+        """The engine refused ids and took the same call as messages."""
+        self._refusals += 1
+        if self._refusals == _REFUSALS:
+            self.switch_off(f"the engine refuses prompts of ids: {why}")
+
+    def taken(self) -> None:
+        self._refusals = 0
 
     def switch_off(self, why: str) -> None:
         if not self.off:
@@ -112,7 +127,10 @@ class Continuation:
     ) -> Place:
         kwargs = bytes(request.template_kwargs) if request.template_kwargs is not None else b""
         root = root_digest(model=request.model, tools=tools, template_kwargs=kwargs)
-        chain = session.matcher.chain(root, messages)
+        if sum(map(len, messages)) > _OFF_LOOP_BYTES:
+            chain = await asyncio.to_thread(session.matcher.chain, root, messages)
+        else:
+            chain = session.matcher.chain(root, messages)
         place = Place(chain)
         found = session.matcher.find(chain)
         if found is None:
@@ -122,6 +140,8 @@ class Continuation:
             # A user message makes the template leave out what the model thought before it.
             asks = any(message.role == "user" for message in request.messages[found.tail_start :])
             refused = "thinking_dropped" if asks else ""
+        if not refused and sum(map(len, messages[found.tail_start :])) > _OFF_LOOP_BYTES:
+            refused = "size"
         if refused:
             session.flags[f"continuation_refused_{refused}"] += 1
             return place

@@ -8,7 +8,6 @@ of arrival makes no difference but between equal calls. Finding proves nothing a
 from __future__ import annotations
 
 import hashlib
-from collections import deque
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
@@ -46,11 +45,11 @@ class Found(msgspec.Struct, Generic[C], frozen=True):
 
 
 class Matcher(Generic[C]):
-    """The calls of one session attempt."""
+    """The calls of one session attempt. ``chain`` may run in a thread: what it reads is replaced, never changed."""
 
     def __init__(self) -> None:
         self._index: dict[bytes, list[_Entry[C]]] = {}
-        self._chains: deque[Chain] = deque(maxlen=_CHAINS)
+        self._chains: list[Chain] = []
 
     def chain(self, root: bytes, messages: Sequence[bytes]) -> Chain:
         """``root``: what identifies all that stands before the messages."""
@@ -66,9 +65,8 @@ class Matcher(Generic[C]):
             spoken.append(message)
             hashes.append(_link(hashes[-1], message.digest))
         chain = Chain(messages, spoken, hashes)
-        if known is not None and shared == len(known.messages):
-            self._chains.remove(known)
-        self._chains.appendleft(chain)
+        others = [other for other in self._chains if other is not known or shared < len(known.messages)]
+        self._chains = [chain, *others][:_CHAINS]
         return chain
 
     def commit(self, chain: Chain, reply: bytes, call: C) -> None:
