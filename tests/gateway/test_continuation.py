@@ -187,7 +187,9 @@ async def test_template_that_cannot_be_bridged_switches_continuation_off(
 
     monkeypatch.setattr(rig.engine, "bridger", none)
     agent = await rig.open()
-    await talk(agent, 2)
+    await talk(agent, 3)
+    assert rig.gateway.continuation == "retain"
+    await talk(agent, 1)
     assert rig.gateway.continuation == "off"
 
 

@@ -20,7 +20,6 @@ from polynya.capture.store import SessionCapture
 from polynya.config import GatewaySettings
 from polynya.dialects.neutral import ChatMessage, ChatRequest
 from polynya.engines.base import Engine
-from polynya.engines.bridging import Bridger
 from polynya.gateway.sessions import GatewaySession
 from polynya.schema import Exclusion
 from polynya.tokens.bridge import Bridge
@@ -31,7 +30,7 @@ from polynya.tokens.printed import GivenIds, print_ids
 _log = logging.getLogger("polynya.gateway")
 _OFF_LOOP_BYTES = 1024 * 1024
 _REFUSALS = 3
-"""In a row, of calls that went through as messages: then the engine does not want ids."""
+"""Of ids, in a row, for calls that went through as messages; or times that the engine could not say what a bridge needs."""
 
 
 class Continued(msgspec.Struct, frozen=True):
@@ -85,8 +84,7 @@ class Continuation:
     def __init__(self, engine: Engine, settings: GatewaySettings) -> None:
         self._engine = engine
         self._settings = settings
-        self._bridger: Bridger | None = None
-        self._asked = False
+        self._unbridged = 0
         self._refusals = 0
         self.off = "" if settings.continuation else "switched off"
         """Why no call is continued any more; empty: they are."""
@@ -166,15 +164,15 @@ class Continuation:
         tools: bytes,
         kwargs: bytes,
     ) -> Bridge | None:
-        if not self._asked:
-            self._bridger = await self._engine.bridger()
-            self._asked = True
-        if self._bridger is None:
-            self.switch_off(f"the chat template of {self._engine.info.model} cannot be bridged")
+        bridger = await self._engine.bridger()
+        if bridger is None:
+            self._unbridged += 1
+            if self._unbridged == _REFUSALS:
+                self.switch_off(f"the chat template of {self._engine.info.model} cannot be bridged")
             return None
         # The tail answers the calls by the ids that the client echoed, which may be its own.
         echoed = request.messages[tail_start - 1].tool_calls
-        return await self._bridger.bridge(
+        return await bridger.bridge(
             parent_ids=np.concatenate([parent.context_ids, parent.sampled_ids]),
             parent_calls=[(call.id, call.name) for call in echoed],
             tail=messages[tail_start:],
