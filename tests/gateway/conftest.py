@@ -22,8 +22,16 @@ from polynya.gateway.sessions import GatewaySession, SessionGrant
 RECORDED_TABLE: dict[tuple[str, str], dict[str, int]] = {}
 """What ``test_recorded`` sent and saw accepted: harness and case → dialect → requests."""
 
+DRIFT_TABLE: dict[str, tuple[int, int]] = {}
+"""What ``test_drift`` counted: cause → breaks in 30 turns, rendered anew and continued."""
+
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if DRIFT_TABLE:
+        terminalreporter.write_sep("-", "breaks in 30 turns")
+        terminalreporter.write_line(f"{'cause':<56}{'rendered anew':>15}{'continued':>11}")
+        for cause, (anew, continued) in DRIFT_TABLE.items():
+            terminalreporter.write_line(f"{cause:<56}{anew:>15}{continued:>11}")
     if not RECORDED_TABLE:
         return
     terminalreporter.write_sep("-", "recorded requests")

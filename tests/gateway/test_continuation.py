@@ -150,7 +150,7 @@ async def test_rewound_history_goes_on_from_the_turn_that_is_left(make_rig: Any)
     calls = agent.session.capture.committed
     assert calls[3].intent.continues == calls[0].call_id
     trajectory = built(agent)
-    assert (len(trajectory.traces), trajectory.ledger.chain_breaks) == (2, {})
+    assert (len(trajectory.traces), trajectory.ledger.chain_breaks) == (2, {"history_edited": 1})
     assert trajectory.ledger.trained == trajectory.ledger.captured
 
 

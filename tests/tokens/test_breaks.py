@@ -116,11 +116,16 @@ def test_prompt_that_extends_an_older_call_but_not_its_own_last_turn_is_a_break(
     assert (len(built.traces), built.breaks) == (2, {"c": "retokenised"})
 
 
-def test_branch_from_the_turn_that_a_history_was_rewound_to_is_no_break(call: Callable[..., Any]) -> None:
+def test_branch_from_the_turn_that_a_history_was_rewound_to_is_an_edit_and_a_second_sample_is_none(
+    call: Callable[..., Any],
+) -> None:
     one = call("a", [1], [10], messages=[ASK], reply=BARE)
     two = call("b", [1, 10, 2], [11, 12], messages=[ASK, BARE, MORE], reply=SAID)
     other = call("c", [1, 10, 3], [14], messages=[ASK, BARE, raw("user", "else")], reply=SAID)
     built = build([one, two, other], session_id="s", builder="prefix_merging")
+    assert (len(built.traces), built.breaks) == (2, {"c": "history_edited"})
+    again = call("d", [1, 10, 2], [15], messages=[ASK, BARE, MORE], reply=SAID)
+    built = build([one, two, again], session_id="s", builder="prefix_merging")
     assert (len(built.traces), built.breaks) == (2, {})
 
 

@@ -54,10 +54,20 @@ def partings(nodes: Sequence[Node], calls: Sequence[CapturedCall]) -> dict[int, 
     for node in suspects:
         nearest, shared = _nearest(node, nodes, history[node.order])
         if nearest is None or (node.parent is not None and nodes[node.parent].total_len >= nearest.total_len):
+            if (left := _left_behind(node, nodes)) is not None:
+                found[node.order] = Parting(Break.HISTORY_EDITED, left)
             continue
         between = calls[places[nearest.call.call_id] + 1 : places[node.call.call_id]]
         found[node.order] = Parting(breaks.cause(node.call, nearest.call, shared, between), nearest.order)
     return found
+
+
+def _left_behind(node: Node, nodes: Sequence[Node]) -> int | None:
+    """The latest call that went on from the same one before, with other messages; None: there is none, so nothing was edited."""
+    assert node.parent is not None
+    before = [order for order in nodes[node.parent].children if order < node.order]
+    others = [order for order in before if nodes[order].call.messages != node.call.messages]
+    return max(others, default=None)
 
 
 def _history(nodes: Sequence[Node]) -> list[int | None]:
