@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from polynya.capture import journal as module
-from polynya.capture.journal import Journal, JournalScan, _Entry, _settle, read_journal, segments
+from polynya.capture.journal import Journal, JournalScan, _Entry, _settle, read_back, read_journal, segments
 from polynya.capture.records import SessionOpened, SessionSealed
 from polynya.config import JournalSettings
 from polynya.errors import CaptureError, DiskFull
@@ -40,6 +40,16 @@ async def test_records_come_back_in_order_of_append(journal: Journal) -> None:
     futures = [journal.append(record(i), durable=i % 3 == 0) for i in range(1000)]
     await asyncio.gather(*futures)
     assert written(journal.directory) == [f"s{i}" for i in range(1000)]
+
+
+async def test_each_record_is_found_where_its_append_said(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, JournalSettings(segment_bytes=4096))
+    journal.start()
+    places = await asyncio.gather(*(journal.append(record(i), durable=True) for i in range(600)))
+    places += [await journal.append(record(i), durable=False) for i in range(600, 610)]
+    await journal.close()
+    assert [read_back(place) for place in places] == [record(i) for i in range(610)]
+    assert len({place.segment for place in places}) > 2
 
 
 async def test_durable_append_is_synced_before_it_is_acknowledged(

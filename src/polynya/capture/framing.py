@@ -50,6 +50,12 @@ def _payload_at(data: bytes, sync: bytes, at: int) -> bytes | None:
     return payload if len(payload) == size and _crc(size, payload) == crc else None
 
 
+def unframe(data: bytes) -> bytes | None:
+    """The payload of one whole frame; None when it is none."""
+    payload = _payload_at(data, data[:SYNC_BYTES], 0)
+    return payload if payload is not None and FRAME_BYTES + len(payload) == len(data) else None
+
+
 def read_frames(data: bytes) -> Iterator[bytes | Damage]:
     """The payloads of one whole segment in order, with a Damage where bytes had to be skipped."""
     if not data.startswith(MAGIC) or len(data) < HEADER_BYTES:
