@@ -55,9 +55,11 @@ class Journal:
     def __init__(self, directory: Path, settings: JournalSettings | None = None) -> None:
         self.directory = directory
         self.settings = settings or JournalSettings()
-        self._queue: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[list[_Entry] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._notes: list[Record] = []
+        self._waiting: list[_Entry] = []
+        """For the thread, which is woken once for all that one turn of the loop appends."""
         self._fd = -1
         self._segment = ""
         self._sync = b""
@@ -93,8 +95,15 @@ class Journal:
                 CaptureError(f"a record cannot be encoded: {exc}", fix="report this: a parser let it in")
             )
             return future
-        self._queue.put(_Entry(payload, durable, future))
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self._hand_over)
+        self._waiting.append(_Entry(payload, durable, future))
         return future
+
+    def _hand_over(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            self._queue.put(waiting)
 
     def note(self, record: Record) -> None:
         """Queue a record that nobody waits for and whose loss is harmless: it goes with the next one, or soon by itself."""
@@ -110,6 +119,7 @@ class Journal:
     async def close(self) -> None:
         """Write what is queued, sync, and stop. Idempotent."""
         self._flush_notes()
+        self._hand_over()
         thread, self._thread = self._thread, None
         if thread is not None:
             self._queue.put(None)
@@ -118,17 +128,17 @@ class Journal:
     def _run(self) -> None:
         going = True
         while going:
-            entry = self._queue.get()
+            entries = self._queue.get()
             group: list[_Entry] = []
             while True:
-                if entry is None:
+                if entries is None:
                     going = False
                 else:
-                    group.append(entry)
+                    group += entries
                 if not going or len(group) >= _GROUP:
                     break
                 try:
-                    entry = self._queue.get_nowait()
+                    entries = self._queue.get_nowait()
                 except queue.Empty:
                     break
             if group:
