@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from polynya.capture import journal as module
-from polynya.capture.journal import Journal, JournalScan, _Entry, _settle, read_journal, segments
+from polynya.capture.journal import Journal, JournalScan, _Entry, _settle, read_back, read_journal, segments
 from polynya.capture.records import SessionOpened, SessionSealed
 from polynya.config import JournalSettings
 from polynya.errors import CaptureError, DiskFull
@@ -40,6 +40,26 @@ async def test_records_come_back_in_order_of_append(journal: Journal) -> None:
     futures = [journal.append(record(i), durable=i % 3 == 0) for i in range(1000)]
     await asyncio.gather(*futures)
     assert written(journal.directory) == [f"s{i}" for i in range(1000)]
+
+
+async def test_each_record_is_found_where_its_append_said(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, JournalSettings(segment_bytes=4096))
+    journal.start()
+    places = []
+    for first in range(0, 600, 100):
+        places += await asyncio.gather(*(journal.append(record(first + i), durable=i % 2 == 0) for i in range(100)))
+    await journal.close()
+    assert [read_back(place) for place in places] == [record(i) for i in range(600)]
+    assert len({place.segment for place in places}) > 2
+
+
+async def test_records_of_one_turn_of_the_loop_are_one_write(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writes: list[bytes] = []
+    monkeypatch.setattr(journal, "_write", lambda data: writes.append(data))
+    await asyncio.gather(*(journal.append(record(i), durable=i == 1) for i in range(3)))
+    assert len(writes) == 1
 
 
 async def test_durable_append_is_synced_before_it_is_acknowledged(

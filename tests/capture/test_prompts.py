@@ -164,4 +164,4 @@ async def test_any_history_is_rebuilt_exactly_however_its_ids_come(
         ]
         assert [call.prompt_len for call in found.calls] == [len(prompt) for prompt, _, _ in history]
         for call in found.calls:
-            call.unprint()
+            call.settle()

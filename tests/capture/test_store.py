@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polynya.capture.calls import StoredCall
-from polynya.capture.journal import Journal
+from polynya.capture.journal import Journal, segments
 from polynya.capture.prompts import Leaf, best_base
 from polynya.capture.records import CallDelivered, CallIntent, CallOutcome, SessionOpened, decode, encode
 from polynya.capture.store import CallEnd, CallStart, CaptureStore, SessionCapture, recover, replay
@@ -280,6 +280,44 @@ async def test_recovery_gives_back_every_acknowledged_call(bench: Bench, tmp_pat
     assert theirs.policy_spans == [PolicySpan("7", 0, 2)]
     assert (theirs.messages, theirs.sampling) == ([b'{"a":1}', b'{"b":2}'], {"temperature": 1.0})
     assert theirs.messages_json == '[{"a":1},{"b":2},{"role":"assistant"}]'
+
+
+async def test_logprobs_are_read_back_from_the_journal_and_then_held(bench: Bench, tmp_path: Path) -> None:
+    capture = await bench.store.open_session("s", 1)
+    values = np.array([-0.1, -1e-30, np.nan], dtype=np.float32)
+    other = await bench.call(capture, [1], [])
+    call = await bench.store.begin(capture, start())
+    await bench.store.finish(capture, call, end([1, 2], [3, 4, 5], logprobs=values))
+    assert call.logprobs.tobytes() == values.tobytes()
+    assert other.logprobs.size == 0
+    call.settle()
+    segments(tmp_path)[0].unlink()
+    assert call.logprobs.tobytes() == values.tobytes()
+
+
+async def test_logprobs_whose_segment_is_gone_are_an_error(bench: Bench, tmp_path: Path) -> None:
+    capture = await bench.store.open_session("s", 1)
+    call = await bench.call(capture, [1], [2])
+    segments(tmp_path)[0].unlink()
+    with pytest.raises(CaptureError, match="No such file"):
+        call.settle()
+
+
+async def test_logprobs_of_a_damaged_record_are_an_error(bench: Bench, tmp_path: Path) -> None:
+    capture = await bench.store.open_session("s", 1)
+    call = await bench.call(capture, [1], [2])
+    path = segments(tmp_path)[0]
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    with pytest.raises(CaptureError, match="damaged"):
+        _ = call.logprobs
+
+
+async def test_another_record_in_the_place_of_an_outcome_is_an_error(bench: Bench) -> None:
+    capture = await bench.store.open_session("s", 1)
+    first, second = await bench.call(capture, [1], [2]), await bench.call(capture, [1, 2], [3])
+    second._written = first._written
+    with pytest.raises(CaptureError, match="another record"):
+        _ = second.logprobs
 
 
 def outcome(call_id: str, **fields: Any) -> CallOutcome:

@@ -1,4 +1,4 @@
-"""A captured call in memory: deltas of ids and of messages, rebuilt on demand.
+"""A captured call in memory: deltas of ids and of messages, rebuilt on demand. Its logprobs lie in the journal until asked for.
 
 Invariant: ``prompt_ids`` is exactly what the engine reported, whichever earlier call its delta leans on. A chain of calls
 costs its final length, not the sum of its prompts.
@@ -11,7 +11,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from polynya.capture.journal import Written, read_back
 from polynya.capture.records import CallIntent, CallOutcome
+from polynya.errors import CaptureError
 from polynya.schema import Exclusion, Float32Array, Int32Array, Lane, PolicySpan
 from polynya.tokens.printed import reread
 
@@ -21,6 +23,24 @@ EMPTY_LOGPROBS: Float32Array = np.zeros(0, dtype=np.float32)
 
 class StoredCall:
     """One call of one session attempt. Written by the store only."""
+
+    __slots__ = (
+        "_context",
+        "_context_len",
+        "_context_text",
+        "_id_base",
+        "_keep",
+        "_logprobs",
+        "_message_base",
+        "_sampled",
+        "_sampled_len",
+        "_sampled_text",
+        "_written",
+        "delivered",
+        "ended_at",
+        "intent",
+        "outcome_record",
+    )
 
     def __init__(self, intent: CallIntent, base: StoredCall | None) -> None:
         self.intent = intent
@@ -37,6 +57,7 @@ class StoredCall:
         self._sampled_text: bytes | None = None
         self._sampled_len = 0
         self._logprobs = EMPTY_LOGPROBS
+        self._written: Written | None = None
 
     def complete(
         self,
@@ -64,8 +85,14 @@ class StoredCall:
         self._id_base = id_base
         self._keep = record.keep
 
-    def unprint(self) -> None:
-        """Read the printed ids once and for all: no prompt comes any more that is compared with them."""
+    def safe_at(self, written: Written) -> None:
+        """The outcome is durable there: the logprobs, which no later call needs, are read from it when they are asked for."""
+        if self._logprobs.size:
+            self._logprobs, self._written = EMPTY_LOGPROBS, written
+
+    def settle(self) -> None:
+        """Read the printed ids and the logprobs once and for all: no call comes any more. Blocking. Raises CaptureError."""
+        self._logprobs, self._written = self.logprobs, None
         self._context, self._context_text = self.context_ids, None
         self._sampled, self._sampled_text = self.sampled_ids, None
 
@@ -124,7 +151,17 @@ class StoredCall:
 
     @property
     def logprobs(self) -> Float32Array:
-        return self._logprobs
+        """Blocking while they lie in the journal. Raises CaptureError when they do not any more."""
+        if self._written is None:
+            return self._logprobs
+        record = read_back(self._written)
+        if not isinstance(record, CallOutcome) or record.call_id != self.call_id:
+            raise CaptureError(
+                f"journal {self._written.segment}: another record than the outcome of {self.call_id} stands at "
+                f"{self._written.offset}",
+                fix="leave a run's journal in its place",
+            )
+        return np.frombuffer(record.logprobs, dtype="<f4")
 
     @property
     def sampled_count(self) -> int:

@@ -18,6 +18,8 @@ MAGIC = b"POLYNYA-JOURNAL\x01"
 SYNC_BYTES = 8
 HEADER_BYTES = len(MAGIC) + SYNC_BYTES
 _LENGTHS = struct.Struct("<II")
+_HELD_BYTES = 5120
+"""Above this ``zlib.crc32`` lets other threads go on: on a busy gateway that costs more than the sum itself."""
 FRAME_BYTES = SYNC_BYTES + _LENGTHS.size
 
 
@@ -38,8 +40,12 @@ def frame(sync: bytes, payload: bytes) -> bytes:
     return sync + _LENGTHS.pack(size, _crc(size, payload)) + payload
 
 
-def _crc(size: int, payload: bytes | memoryview) -> int:
-    return zlib.crc32(payload, zlib.crc32(size.to_bytes(4, "little")))
+def _crc(size: int, payload: bytes) -> int:
+    crc = zlib.crc32(size.to_bytes(4, "little"))
+    view = memoryview(payload)
+    for at in range(0, size, _HELD_BYTES):
+        crc = zlib.crc32(view[at : at + _HELD_BYTES], crc)
+    return crc
 
 
 def _payload_at(data: bytes, sync: bytes, at: int) -> bytes | None:
@@ -48,6 +54,12 @@ def _payload_at(data: bytes, sync: bytes, at: int) -> bytes | None:
     size, crc = _LENGTHS.unpack_from(data, at + SYNC_BYTES)
     payload = data[at + FRAME_BYTES : at + FRAME_BYTES + size]
     return payload if len(payload) == size and _crc(size, payload) == crc else None
+
+
+def unframe(data: bytes) -> bytes | None:
+    """The payload of one whole frame; None when it is none."""
+    payload = _payload_at(data, data[:SYNC_BYTES], 0)
+    return payload if payload is not None and FRAME_BYTES + len(payload) == len(data) else None
 
 
 def read_frames(data: bytes) -> Iterator[bytes | Damage]:

@@ -31,13 +31,22 @@ _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NO_PERMISSION = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
-class _Entry:
-    __slots__ = ("durable", "future", "payload")
+class Written(msgspec.Struct, frozen=True, gc=False):
+    """Where a record stands in a journal."""
 
-    def __init__(self, payload: bytes, durable: bool, future: asyncio.Future[None]) -> None:
+    segment: str
+    offset: int
+    size: int
+
+
+class _Entry:
+    __slots__ = ("durable", "future", "payload", "written")
+
+    def __init__(self, payload: bytes, durable: bool, future: asyncio.Future[Written]) -> None:
         self.payload = payload
         self.durable = durable
         self.future = future
+        self.written = Written("", 0, 0)
 
 
 class Journal:
@@ -46,10 +55,13 @@ class Journal:
     def __init__(self, directory: Path, settings: JournalSettings | None = None) -> None:
         self.directory = directory
         self.settings = settings or JournalSettings()
-        self._queue: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[list[_Entry] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._notes: list[Record] = []
+        self._waiting: list[_Entry] = []
+        """For the thread, which is woken once for all that one turn of the loop appends."""
         self._fd = -1
+        self._segment = ""
         self._sync = b""
         self._size = 0
 
@@ -63,14 +75,16 @@ class Journal:
         self._thread = threading.Thread(target=self._run, name="polynya-journal", daemon=True)
         self._thread.start()
 
-    def append(self, record: Record, *, durable: bool) -> asyncio.Future[None]:
+    def append(self, record: Record, *, durable: bool) -> asyncio.Future[Written]:
         """Queue a record. The future ends when it is written (``durable=False``) or safe on the disk (``durable=True``).
+
+        ``read_back`` finds the record by its result.
 
         It raises DiskFull or CaptureError when the record could not be written; then nothing of it is in the journal.
         """
         if self._notes:
             self._flush_notes()
-        future = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Written] = asyncio.get_running_loop().create_future()
         if self._thread is None:
             future.set_exception(CaptureError("the journal is closed", fix="start() it first"))
             return future
@@ -81,8 +95,15 @@ class Journal:
                 CaptureError(f"a record cannot be encoded: {exc}", fix="report this: a parser let it in")
             )
             return future
-        self._queue.put(_Entry(payload, durable, future))
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self._hand_over)
+        self._waiting.append(_Entry(payload, durable, future))
         return future
+
+    def _hand_over(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            self._queue.put(waiting)
 
     def note(self, record: Record) -> None:
         """Queue a record that nobody waits for and whose loss is harmless: it goes with the next one, or soon by itself."""
@@ -98,6 +119,7 @@ class Journal:
     async def close(self) -> None:
         """Write what is queued, sync, and stop. Idempotent."""
         self._flush_notes()
+        self._hand_over()
         thread, self._thread = self._thread, None
         if thread is not None:
             self._queue.put(None)
@@ -106,17 +128,17 @@ class Journal:
     def _run(self) -> None:
         going = True
         while going:
-            entry = self._queue.get()
+            entries = self._queue.get()
             group: list[_Entry] = []
             while True:
-                if entry is None:
+                if entries is None:
                     going = False
                 else:
-                    group.append(entry)
+                    group += entries
                 if not going or len(group) >= _GROUP:
                     break
                 try:
-                    entry = self._queue.get_nowait()
+                    entries = self._queue.get_nowait()
                 except queue.Empty:
                     break
             if group:
@@ -127,7 +149,7 @@ class Journal:
         try:
             if self._fd < 0:
                 self._open_segment()
-            self._write(b"".join(framing.frame(self._sync, entry.payload) for entry in group))
+            self._write(b"".join(self._frames(group)))
             _settle([entry for entry in group if not entry.durable], None)
             durable = [entry for entry in group if entry.durable]
             if durable:
@@ -144,6 +166,14 @@ class Journal:
             # Whatever it is, the thread must live: a dead writer would leave every session without an answer.
             _settle(group, CaptureError(f"journal in {self.directory}: {type(exc).__name__}: {exc}", fix="report this"))
             self._recover_segment()
+
+    def _frames(self, group: list[_Entry]) -> Iterator[bytes]:
+        at = self._size
+        for entry in group:
+            frame = framing.frame(self._sync, entry.payload)
+            entry.written = Written(self._segment, at, len(frame))
+            at += len(frame)
+            yield frame
 
     def _write(self, data: bytes) -> None:
         view = memoryview(data)
@@ -178,7 +208,7 @@ class Journal:
             os.close(fd)
             path.unlink(missing_ok=True)
             raise
-        self._fd, self._size = fd, framing.HEADER_BYTES
+        self._fd, self._size, self._segment = fd, framing.HEADER_BYTES, str(path.absolute())
 
     def _close_segment(self) -> None:
         """Everything acknowledged as durable was synced before; a disk that fails now takes nothing away."""
@@ -189,7 +219,7 @@ class Journal:
             self._fd = -1
 
 
-def _retrieve(written: asyncio.Future[None]) -> None:
+def _retrieve(written: asyncio.Future[Written]) -> None:
     if not written.cancelled():
         written.exception()
 
@@ -201,7 +231,7 @@ def _settle(entries: list[_Entry], error: CaptureError | None) -> None:
         for entry in entries:
             if not entry.future.done():
                 if error is None:
-                    entry.future.set_result(None)
+                    entry.future.set_result(entry.written)
                 else:
                     entry.future.set_exception(error)
 
@@ -227,6 +257,24 @@ def _explain(exc: OSError, directory: Path) -> CaptureError:
 def segments(directory: Path) -> list[Path]:
     """The segments of a journal, oldest first."""
     return sorted(path for path in directory.glob("*.journal") if path.stem.isdigit())
+
+
+def read_back(written: Written) -> Record:
+    """One record again. Blocking. Raises CaptureError when it is no longer there as it was written."""
+    try:
+        fd = os.open(written.segment, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            data = os.pread(fd, written.size, written.offset)
+        finally:
+            os.close(fd)
+    except OSError as exc:
+        raise CaptureError(f"journal {written.segment}: {exc}", fix="leave a run's journal in its place") from exc
+    payload = framing.unframe(data)
+    if payload is None:
+        raise CaptureError(
+            f"journal {written.segment}: the record at {written.offset} is damaged", fix="check the disk"
+        )
+    return decode(payload)
 
 
 class JournalScan(msgspec.Struct, kw_only=True):

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from polynya.capture.calls import StoredCall, shared_messages
-from polynya.capture.journal import Journal, JournalScan, read_journal
+from polynya.capture.journal import Journal, JournalScan, Written, read_journal
 from polynya.capture.prompts import Leaf, Placed, place
 from polynya.capture.records import CallDelivered, CallIntent, CallOutcome, Record, SessionOpened, SessionSealed
 from polynya.errors import CaptureError
@@ -232,7 +232,7 @@ class CaptureStore:
         call.complete(record, base, context_text=context_text, sampled_text=sampled_text)
         capture.committed.append(call)
         try:
-            await asyncio.shield(written)
+            call.safe_at(await asyncio.shield(written))
         except CaptureError:
             capture.committed.remove(call)
             call.outcome_record = None
@@ -320,6 +320,6 @@ def _bytes(values: Int32Array | Float32Array | None, dtype: str) -> bytes:
     return b"" if values is None else np.ascontiguousarray(values, dtype=dtype).tobytes()
 
 
-def _enter(capture: SessionCapture, call: StoredCall, start: CallStart, written: asyncio.Future[None]) -> None:
+def _enter(capture: SessionCapture, call: StoredCall, start: CallStart, written: asyncio.Future[Written]) -> None:
     if written.exception() is None:
         capture.enter(call, start)

@@ -68,8 +68,8 @@ class History(Generic[T]):
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._runs: list[_Run[T]] = []
-        self._frame: tuple[bytes, bytes, Any] | None = None
-        """What stood before and behind the list the last time, and what was made of it."""
+        self._frame: tuple[int, int, bytes, Any] | None = None
+        """How long what stood before and behind the list was the last time, its digest, and what was made of it."""
 
     @property
     def chars(self) -> int:
@@ -112,16 +112,23 @@ class History(Generic[T]):
         """
         if self._frame is None or cut.start < 0:
             return None
-        head, tail, frame = self._frame
-        body, end = cut.whole, len(cut.whole) - len(tail)
-        if cut.start != len(head) or end < cut.rest or not body.startswith(head) or not body.endswith(tail):
+        head, tail, digest, frame = self._frame
+        end = len(cut.whole) - tail
+        if cut.start != head or end < cut.rest or self._digest_around(cut.whole, head, end) != digest:
             return None
-        return frame, body[cut.rest : end]
+        return frame, cut.whole[cut.rest : end]
 
     def keep_frame(self, cut: Cut[T], end: int, frame: Any) -> None:
         """``end``: of the list's last element, as ``remember`` found it."""
         if end >= 0 and cut.whole[end : end + 1] == b"]":
-            self._frame = (cut.whole[: cut.start], cut.whole[end:], frame)
+            digest = self._digest_around(cut.whole, cut.start, end)
+            self._frame = (cut.start, len(cut.whole) - end, digest, frame)
+
+    def _digest_around(self, body: bytes, start: int, end: int) -> bytes:
+        view = memoryview(body)
+        hasher = xxhash.xxh3_128(view[:start], seed=self._seed)
+        hasher.update(view[end:])
+        return hasher.digest()
 
     def remember(self, cut: Cut[T], raws: Sequence[msgspec.Raw], values: list[T]) -> int:
         """The elements of ``cut.body`` (``raws``, in order) were parsed to ``values``. A failed search forgets nothing.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import ssl
 import zlib
 from collections import deque
@@ -19,7 +20,6 @@ from urllib.parse import urlsplit
 
 import httptools
 import msgspec
-import numpy as np
 
 IDLE_SECONDS = 60.0
 """An unused connection is closed after this; servers close theirs after 5 to 75 s, which is noticed."""
@@ -168,7 +168,9 @@ class _Connection(asyncio.BufferedProtocol):
         self._head = bytearray()
         self._status = 0
         self._headers: dict[str, str] = {}
+        self._file = io.BytesIO()
         self._view: memoryview | None = None
+        """The buffer of ``_file``, which gives its bytes away without copying them."""
         self._at = 0
         self._framed: _Framed | None = None
         self._waiter: asyncio.Future[Reply] | None = None
@@ -193,7 +195,7 @@ class _Connection(asyncio.BufferedProtocol):
         finally:
             self._timer.cancel()
             self._waiter = None
-            self._view = None
+            self._view, self._file = None, io.BytesIO()
             self._head = bytearray()
 
     def abort(self) -> None:
@@ -216,7 +218,8 @@ class _Connection(asyncio.BufferedProtocol):
         elif self._view is not None:
             self._at += nbytes
             if self._at == len(self._view):
-                self._finish(self._view.tobytes())
+                self._view.release()
+                self._finish(self._file.getvalue())
         else:
             self._take(bytes(memoryview(self._scratch)[:nbytes]))
 
@@ -273,12 +276,13 @@ class _Connection(asyncio.BufferedProtocol):
         if len(rest) >= size:
             self._finish(rest[:size], reusable=len(rest) == size)
             return
-        self._view = np.empty(size, dtype=np.uint8).data
+        self._file = io.BytesIO(bytes(size))
+        self._view = self._file.getbuffer()
         self._view[: len(rest)] = rest
         self._at = len(rest)
 
     def _finish(self, body: bytes, *, reusable: bool = True) -> None:
-        self._view = None
+        self._view, self._file = None, io.BytesIO()
         with contextlib.suppress(zlib.error):  # an undecodable body is handed on: its reader says what it is
             if self._headers.get("content-encoding", "identity").lower() in ("gzip", "deflate"):
                 body = zlib.decompress(body, wbits=47)

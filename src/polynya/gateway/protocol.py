@@ -9,14 +9,14 @@ a length above ``DIRECT_BYTES`` takes uvicorn's path, where the application can 
 from __future__ import annotations
 
 import asyncio
+import io
 from typing import Any, cast
 
 import httptools
-import numpy as np
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 DIRECT_BYTES = 64 * 1024 * 1024
-"""The buffer is not filled beforehand, and unwritten pages cost nothing: a client that lies about its length gains nothing."""
+"""Zeroed pages that nobody writes cost nothing: a client that lies about its length gains nothing."""
 GONE = "polynya.gone"
 """Extension of the ASGI scope: a future that is done when the connection is lost."""
 _SCRATCH = 16 * 1024
@@ -29,6 +29,8 @@ class _Http(HttpToolsProtocol):
 
     whole: memoryview | None = None
     at = 0
+    _file: io.BytesIO
+    """Of which ``whole`` is the buffer: it gives its bytes away without copying them."""
     declined = False
     """The head that was just read asks for an upgrade that is not served."""
     gone: asyncio.Future[None] | None = None
@@ -86,7 +88,8 @@ class _Http(HttpToolsProtocol):
             and _SMALL < int(length) <= DIRECT_BYTES
             and not self.parser.should_upgrade()
         ):
-            self.whole, self.at = np.empty(int(length), dtype=np.uint8).data, 0
+            self._file = io.BytesIO(bytes(int(length)))
+            self.whole, self.at = self._file.getbuffer(), 0
 
     def on_body(self, body: bytes) -> None:
         if self.whole is None:
@@ -112,9 +115,11 @@ class _Http(HttpToolsProtocol):
             self.cycle.message_event.set()
 
     def _hand_on(self, whole: memoryview) -> None:
-        if not self.cycle.response_complete:
-            self.cycle.body = cast("bytearray", whole.tobytes())
         self.whole = None
+        whole.release()
+        if not self.cycle.response_complete:
+            self.cycle.body = cast("bytearray", self._file.getvalue())
+        del self._file
 
 
 class GatewayProtocol(asyncio.BufferedProtocol):

@@ -16,7 +16,7 @@ def trajectory_of(capture: SessionCapture, *, builder: BuilderSpec, vocab_size: 
     """Build all rows of an attempt. Raises CaptureError when an invariant of the builders does not hold."""
     calls = capture.calls
     for call in calls:
-        call.unprint()
+        call.settle()
     built = build(
         calls,
         session_id=capture.session_id,
@@ -30,7 +30,7 @@ def trajectory_of(capture: SessionCapture, *, builder: BuilderSpec, vocab_size: 
 
 
 def lost_calls(capture: SessionCapture) -> list[Call]:
-    """The calls of an attempt that died or was retried: kept for the record, none trainable."""
+    """The calls of an attempt that died or was retried: kept for the record, none trainable. Raises CaptureError."""
     lost = Built(
         traces=[],
         ledger=build([], session_id=capture.session_id, builder="per_request").ledger,

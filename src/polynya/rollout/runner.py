@@ -31,7 +31,7 @@ from polynya.node.trajectory import lost_calls
 from polynya.rollout.rundir import RunDir
 from polynya.rollout.summary import summarise
 from polynya.rollout.tasks import spec_digest
-from polynya.schema import Session, SessionResult, Status, TaskSpec, session_id_of
+from polynya.schema import Call, Session, SessionResult, Status, TaskSpec, session_id_of
 from polynya.tokens.ledger import lost, total
 
 FINISHED = frozenset(str(status) for status in Status if status not in (Status.INFRA_ERROR, Status.CANCELLED))
@@ -194,13 +194,13 @@ class Runner:
 
     async def _commit(self, output: SessionOutput, earlier: Sequence[SessionCapture]) -> None:
         result = output.result
-        rows = [row for capture in earlier for row in lost_calls(capture)]
         if earlier:
             ledgers = [lost(capture.sampled_tokens, len(capture.calls)) for capture in earlier]
             result = msgspec.structs.replace(result, ledger=total([*ledgers, result.ledger]))
         self._token_ids |= await asyncio.to_thread(_ids_in, output)
         async with self._commits:
             try:
+                rows = await asyncio.to_thread(_lost_rows, earlier)
                 await asyncio.to_thread(self._rundir.commit, result, output.trajectory, rows)
             except PolynyaError as exc:
                 self._failure = self._failure or exc
@@ -285,6 +285,10 @@ class Runner:
             if session_id in todo
         ]
         return sessions, earlier
+
+
+def _lost_rows(captures: Sequence[SessionCapture]) -> list[Call]:
+    return [row for capture in captures for row in lost_calls(capture)]
 
 
 def _ids_in(output: SessionOutput) -> set[int]:
