@@ -53,9 +53,7 @@ async def test_each_record_is_found_where_its_append_said(tmp_path: Path) -> Non
     assert len({place.segment for place in places}) > 2
 
 
-async def test_records_of_one_turn_of_the_loop_are_one_write(
-    journal: Journal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_records_of_one_turn_of_the_loop_are_one_write(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
     writes: list[bytes] = []
     monkeypatch.setattr(journal, "_write", lambda data: writes.append(data))
     await asyncio.gather(*(journal.append(record(i), durable=i == 1) for i in range(3)))
