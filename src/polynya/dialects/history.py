@@ -44,7 +44,6 @@ class Cut(msgspec.Struct, Generic[T]):
     """A body without the elements that are known."""
 
     whole: bytes
-    body: bytes
     start: int
     """Of the list's first element, in both; -1: there is no such list."""
     values: list[T]
@@ -56,6 +55,14 @@ class Cut(msgspec.Struct, Generic[T]):
     run: _Run[T] | None
     hasher: Any
     """Of the whole body's list up to ``end``."""
+    _body: bytes | None = None
+
+    @property
+    def body(self) -> bytes:
+        """The whole without what is known."""
+        if self._body is None:
+            self._body = self.whole[: self.start] + self.whole[self.rest :] if self.values else self.whole
+        return self._body
 
     def is_of(self, body: bytes, found: msgspec.Raw) -> bool:
         """Whether ``found``, decoded from ``body``, is the list that was cut."""
@@ -80,8 +87,8 @@ class History(Generic[T]):
         """``key``: as it stands in a compact body, with the bracket: ``b'"messages":['``."""
         start = body.find(key) + len(key)
         if start < len(key):
-            return Cut(body, body, -1, [], 0, 0, None, None)
-        best: Cut[T] = Cut(body, body, start, [], start, start, None, xxhash.xxh3_128(seed=self._seed))
+            return Cut(body, -1, [], 0, 0, None, None)
+        best: Cut[T] = Cut(body, start, [], start, start, None, xxhash.xxh3_128(seed=self._seed))
         for run in self._runs:
             if (found := self._match(body, start, run)) is not None and len(found.values) > len(best.values):
                 best = found
@@ -103,7 +110,7 @@ class History(Generic[T]):
         rest = _after_element(body, end)
         if rest is None:
             return None
-        return Cut(body, body[:start] + body[rest:], start, run.values[: best.count], end, rest, run, kept)
+        return Cut(body, start, run.values[: best.count], end, rest, run, kept)
 
     def framed(self, cut: Cut[T]) -> tuple[Any, bytes] | None:
         """What was made of the same head and tail before, and the bytes between, where the new elements stand.
