@@ -75,8 +75,6 @@ class Exclusion(StrEnum):
     NONFINITE_LOGPROB = "nonfinite_logprob"
     """A logprob is NaN, infinite, null or above zero."""
     ID_OUT_OF_RANGE = "id_out_of_range"
-    PROMPT_ECHO_MISMATCH = "prompt_echo_mismatch"
-    """The engine says it conditioned on other ids than those that were sent."""
     GRAMMAR_MASKED = "grammar_masked"
     """Guided decoding: the logprobs are those of a masked distribution."""
     NOT_DELIVERED = "not_delivered"

@@ -54,16 +54,6 @@ def test_unsound_reply_names_reason_and_position(prompt, sampled, logprobs, reas
     assert verdict.detail
 
 
-def test_echoed_prompt_that_differs_from_the_sent_one_is_refused_with_the_place() -> None:
-    verdict = judge(prompt_ids=ids(1, 2, 9), sampled_ids=ids(3), logprobs=lps(-1), sent_prompt_ids=ids(1, 2, 3))
-    assert (verdict.exclusion, verdict.position) == (Exclusion.PROMPT_ECHO_MISMATCH, 2)
-
-
-def test_echoed_prompt_that_equals_the_sent_one_is_sound() -> None:
-    verdict = judge(prompt_ids=ids(1, 2), sampled_ids=ids(3), logprobs=lps(-1), sent_prompt_ids=ids(1, 2))
-    assert verdict.exclusion is None
-
-
 def test_guided_reply_is_refused() -> None:
     assert (
         judge(prompt_ids=ids(1), sampled_ids=ids(3), logprobs=lps(-1), guided=True).exclusion

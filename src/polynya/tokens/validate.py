@@ -30,24 +30,15 @@ def judge(
     sampled_ids: Int32Array | None,
     logprobs: Float32Array | None,
     known: int = 0,
-    sent_prompt_ids: Int32Array | None = None,
     vocab_size: int | None = None,
     guided: bool = False,
 ) -> Judgement:
-    """Judge one reply.
-
-    ``known``: so many ids stand before ``prompt_ids`` and were judged with an earlier call. ``sent_prompt_ids``: what a
-    continuation sent, whole; the engine must echo exactly that (then nothing is ``known``).
-    """
+    """Judge one reply. ``known``: so many ids stand before ``prompt_ids`` and were judged with an earlier call."""
     if prompt_ids is None and sampled_ids is None:
         return Judgement(exclusion=Exclusion.TEXT_ONLY, detail="the engine gave no token ids")
     if prompt_ids is None or sampled_ids is None or len(prompt_ids) + known == 0:
         missing = "sampled_ids" if sampled_ids is None else "prompt_ids"
         return Judgement(exclusion=Exclusion.INCOMPLETE_IDS, detail=f"{missing} missing or empty")
-    if sent_prompt_ids is not None and not np.array_equal(prompt_ids, sent_prompt_ids):
-        detail = f"sent {len(sent_prompt_ids)} ids, the engine conditioned on {len(prompt_ids)}"
-        shared = common_prefix(prompt_ids, sent_prompt_ids)
-        return Judgement(exclusion=Exclusion.PROMPT_ECHO_MISMATCH, position=shared, detail=detail)
     # ids before all else: what extends this prompt takes them for judged
     for name, ids in (("prompt_ids", prompt_ids), ("sampled_ids", sampled_ids)):
         at = None if _all_in_range(ids, vocab_size) else _first(_out_of_range(ids, vocab_size))

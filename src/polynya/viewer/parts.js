@@ -11,7 +11,6 @@ const EXCLUSION_WORDS = table({
   length_mismatch: "not as many logprobs as sampled ids",
   nonfinite_logprob: "a logprob is NaN, infinite, null or above zero",
   id_out_of_range: "an id lies outside the vocabulary",
-  prompt_echo_mismatch: "the engine conditioned on other ids than those sent",
   grammar_masked: "guided decoding: logprobs of a masked distribution",
   not_delivered: "the client was gone before the reply",
   cancelled: "the call was cancelled in the engine; tokens unknown",
