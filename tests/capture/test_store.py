@@ -106,6 +106,15 @@ async def test_tools_that_come_with_every_request_are_held_once(bench: Bench) ->
     assert capture.same_tools(other) is other
 
 
+async def test_sampling_that_does_not_change_is_held_once(bench: Bench) -> None:
+    capture = await bench.store.open_session("s", 1)
+    first = await bench.store.begin(capture, start(sampling={"temperature": 1.0}))
+    same = await bench.store.begin(capture, start(sampling={"temperature": 1.0}))
+    other = await bench.store.begin(capture, start(sampling={"temperature": 0.5}))
+    assert same.sampling is first.sampling
+    assert other.sampling == {"temperature": 0.5}
+
+
 async def test_call_without_an_outcome_is_unfinished_and_costs_nothing(bench: Bench) -> None:
     capture = await bench.store.open_session("s", 1)
     call = await bench.store.begin(capture, start())

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 import uvloop
 
-from polynya.engines.http11 import ConnectFailed, ConnectionLost, Garbled, Http11Client, Origin, Silence
+from polynya.engines.http11 import ConnectFailed, ConnectionLost, Garbled, Http11Client, Origin, Silence, unwritten
 
 
 class Last(bytes):
@@ -209,3 +209,12 @@ def test_origin_keeps_prefix_and_leaves_user_out_of_the_authority() -> None:
     origin = Origin("https://user:pw@[::1]/a/b/")
     assert (origin.host, origin.port, origin.prefix, origin.authority) == ("::1", 443, "/a/b", "[::1]")
     assert origin.tls is not None
+
+
+def test_a_buffer_gives_its_bytes_away_without_a_copy() -> None:
+    file = unwritten(3)
+    view = file.getbuffer()
+    view[:] = b"abc"
+    view.release()
+    assert file.getvalue() == b"abc"
+    assert file.getvalue() is file.getvalue()

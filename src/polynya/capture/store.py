@@ -117,6 +117,10 @@ class SessionCapture:
         """The same bytes, as an earlier call holds them where one does: they come with every request."""
         return next((theirs.tools for _, theirs in self._recent if theirs.tools == tools), tools)
 
+    def same_sampling(self, sampling: dict[str, Any]) -> dict[str, Any]:
+        """The same, as an earlier call holds it where one does."""
+        return next((call.intent.sampling for call, _ in self._recent if call.intent.sampling == sampling), sampling)
+
     def base_of(self, messages: list[bytes], tools: bytes) -> tuple[StoredCall | None, int, bool]:
         """The recent call that shares most leading messages, how many these are, and whether its tools are the same."""
         best: tuple[StoredCall | None, int, bool] = (None, 0, False)
@@ -176,7 +180,7 @@ class CaptureStore:
             keep_messages=keep,
             messages=start.messages[keep:],
             tools=None if same_tools else start.tools,
-            sampling=start.sampling,
+            sampling=capture.same_sampling(start.sampling),
             continues=start.continues,
             lane_rule=start.lane_rule,
             agent=start.agent,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import io
 import ssl
 import zlib
@@ -28,6 +29,8 @@ _MAX_HEAD = 256 * 1024
 _MAX_BODY = 1024 * 1024 * 1024
 _HEAD_END = b"\r\n\r\n"
 _BODILESS = frozenset({204, 304})
+_new_bytes = ctypes.pythonapi.PyBytes_FromStringAndSize
+_new_bytes.argtypes, _new_bytes.restype = [ctypes.c_void_p, ctypes.c_ssize_t], ctypes.py_object
 
 
 class ConnectFailed(Exception):
@@ -55,6 +58,14 @@ class Reply(msgspec.Struct, frozen=True):
     headers: dict[str, str]
     """Names in lower case; of repeated ones the last."""
     body: bytes
+
+
+def unwritten(size: int) -> io.BytesIO:
+    """For the kernel to write into by ``getbuffer``, and then ``getvalue``, which copies nothing once the buffer is released.
+
+    The bytes are whatever stood in memory: nobody may see them before all are written.
+    """
+    return io.BytesIO(_new_bytes(None, size))
 
 
 class Origin:
@@ -276,7 +287,7 @@ class _Connection(asyncio.BufferedProtocol):
         if len(rest) >= size:
             self._finish(rest[:size], reusable=len(rest) == size)
             return
-        self._file = io.BytesIO(bytes(size))
+        self._file = unwritten(size)
         self._view = self._file.getbuffer()
         self._view[: len(rest)] = rest
         self._at = len(rest)

@@ -15,8 +15,10 @@ from typing import Any, cast
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from polynya.engines.http11 import unwritten
+
 DIRECT_BYTES = 64 * 1024 * 1024
-"""Zeroed pages that nobody writes cost nothing: a client that lies about its length gains nothing."""
+"""The buffer is not filled beforehand, and unwritten pages cost nothing: a client that lies about its length gains nothing."""
 GONE = "polynya.gone"
 """Extension of the ASGI scope: a future that is done when the connection is lost."""
 _SCRATCH = 16 * 1024
@@ -88,7 +90,7 @@ class _Http(HttpToolsProtocol):
             and _SMALL < int(length) <= DIRECT_BYTES
             and not self.parser.should_upgrade()
         ):
-            self._file = io.BytesIO(bytes(int(length)))
+            self._file = unwritten(int(length))
             self.whole, self.at = self._file.getbuffer(), 0
 
     def on_body(self, body: bytes) -> None:
