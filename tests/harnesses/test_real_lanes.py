@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow.parquet as pq
 import pytest
 
@@ -30,7 +32,7 @@ def asks(tool: str, **arguments: Any) -> Step:
 
 
 async def run(
-    folder: Path, name: str, settings: dict[str, Any], script: Script
+    folder: Path, name: str, settings: dict[str, Any], script: Script | ScriptedEngine
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     task = parse_task(
         {
@@ -43,7 +45,8 @@ async def run(
         },
         "test",
     )
-    await Runner([task], ScriptedEngine(script), RunOptions(out=folder, cache=cache_dir())).run()
+    engine = script if isinstance(script, ScriptedEngine) else ScriptedEngine(script)
+    await Runner([task], engine, RunOptions(out=folder, cache=cache_dir())).run()
     calls = pq.read_table(folder / "calls.parquet").to_pylist()
     return json.loads((folder / "sessions.jsonl").read_text()), sorted(calls, key=lambda call: call["index"])
 
@@ -60,8 +63,15 @@ SPAWNS = [
 async def test_a_sub_agent_has_its_lane_and_knows_who_started_it(
     name: str, settings: dict[str, Any], spawn: Step, tmp_path: Path
 ) -> None:
-    """claude_code's sub-agents may start sub-agents: the script asks each of them to, so there is a chain of parents."""
-    result, calls = await run(tmp_path / "run", name, settings, Script(steps=[spawn, DONE]))
+    """claude_code's sub-agents may start sub-agents: the script asks each of them to, so there is a chain of parents.
+
+    No agent ends before a sub-agent has called: codex would not wait for it.
+    """
+    engine = ScriptedEngine(Script(steps=[spawn, msgspec.structs.replace(DONE, hold=True)]))
+    running = asyncio.create_task(run(tmp_path / "run", name, settings, engine))
+    await engine.until(lambda: sum(call.turn == 0 for call in engine.desk.calls) > 1)
+    engine.desk.release()
+    result, calls = await running
     assert (result["status"], result["error"]) == ("completed", None)
     main = [call for call in calls if call["lane"] == "main"]
     subs = [call for call in calls if call["lane"] == "subagent"]
