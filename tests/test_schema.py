@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polynya.errors import TaskFileError
-from polynya.schema import EvaluatorSpec, Ledger, TaskSpec, parse_task
+from polynya.rollout.parse import parse_task
+from polynya.schema import EvaluatorSpec, Ledger, TaskSpec
 
 TASK = {"task_id": "a", "instruction": "do it", "harness": "shell"}
 FIELDS = sorted(TaskSpec.__struct_fields__)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from polynya.engines.base import EngineReply, EngineRequest
@@ -96,3 +97,16 @@ async def test_scripted_tools_survive(make_rig: Any) -> None:
     agent = await rig.open()
     _, reply = await agent.post(agent.body("go"))
     assert reply["choices"][0]["message"]["content"].startswith("abc")
+
+
+async def test_reply_that_is_broken_off_at_its_last_token_is_whole(make_rig: Any) -> None:
+    class AtTheEnd(ScriptedEngine):
+        async def generate(self, request: EngineRequest) -> EngineReply:
+            return msgspec.structs.replace(await super().generate(request), finish_reason="abort")
+
+    rig = await make_rig(engine=AtTheEnd(Script(steps=[Step(text="0123456789")])))
+    agent = await rig.open()
+    _, reply = await agent.post(agent.body("count", max_tokens=4))
+    assert (reply["choices"][0]["finish_reason"], reply["choices"][0]["message"]["content"]) == ("length", "0123")
+    [call] = agent.session.capture.committed
+    assert (call.flags, call.sampled_count) == ({"aborts": 1}, 4)

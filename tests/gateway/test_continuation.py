@@ -311,3 +311,11 @@ async def test_call_with_ids_that_no_vocabulary_has_is_not_gone_on_from(make_rig
     agent = await rig.open()
     await talk(agent, 2)
     assert [record.token_in for record in rig.engine.desk.calls] == [False, False]
+
+
+async def test_flags_of_a_bridge_are_counted(make_rig: Any) -> None:
+    rig = await make_rig(Script(steps=_THINKS))
+    agent = await rig.open()
+    await agent.say("hi")
+    await agent.say("<|end|><|user|><|end|>")
+    assert agent.session.capture.committed[1].flags == {"continued": 1, "neutralised": 3}

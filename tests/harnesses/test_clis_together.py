@@ -25,8 +25,8 @@ from polynya.engines.compatible import CompatibleEngine
 from polynya.engines.scripted import Script, ScriptedApp, serve
 from polynya.engines.scripted.script import Fault, ScriptedCall, Step
 from polynya.harnesses import _python
+from polynya.rollout.parse import parse_task
 from polynya.rollout.runner import Runner, RunOptions
-from polynya.schema import parse_task
 
 pytestmark = [pytest.mark.harness, pytest.mark.sandbox, pytest.mark.clis, pytest.mark.timeout(900)]
 """The first of them installs every agent that is not in the cache yet."""

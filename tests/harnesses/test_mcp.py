@@ -17,8 +17,9 @@ from polynya.engines.scripted.script import ScriptedCall, Step
 from polynya.errors import TaskFileError
 from polynya.harnesses import _python, harness, openhands
 from polynya.harnesses.base import Endpoint, Installed, Launch
+from polynya.rollout.parse import parse_task
 from polynya.rollout.runner import Runner, RunOptions
-from polynya.schema import HarnessSpec, McpServer, parse_task
+from polynya.schema import HarnessSpec, McpServer
 
 ENDPOINT = Endpoint(base_url="http://127.0.0.1:1/s/k", api_key="k", model="policy", window=32_000, max_tokens=700)
 SERVERS = [

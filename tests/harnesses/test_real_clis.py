@@ -19,8 +19,8 @@ from polynya.engines.scripted import Script, ScriptedEngine
 from polynya.engines.scripted.script import Fault, ScriptedCall, Step
 from polynya.gateway.app import GatewayApp
 from polynya.harnesses import _python, openhands
+from polynya.rollout.parse import parse_task
 from polynya.rollout.runner import Runner, RunOptions
-from polynya.schema import parse_task
 
 pytestmark = [
     pytest.mark.harness,

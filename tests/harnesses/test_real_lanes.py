@@ -14,8 +14,8 @@ import pytest
 from polynya.config import cache_dir
 from polynya.engines.scripted import Script, ScriptedEngine
 from polynya.engines.scripted.script import Fault, ScriptedCall, Step
+from polynya.rollout.parse import parse_task
 from polynya.rollout.runner import Runner, RunOptions
-from polynya.schema import parse_task
 
 pytestmark = [pytest.mark.harness, pytest.mark.sandbox, pytest.mark.clis]
 DONE = Step(text="Done.")

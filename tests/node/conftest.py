@@ -20,9 +20,10 @@ from polynya.engines.scripted import Script, ScriptedEngine
 from polynya.evaluators.base import EvalContext
 from polynya.gateway.server import Gateway
 from polynya.node import Node, NodeDeps, SessionEvent, SessionHandle
+from polynya.rollout.parse import parse_task
 from polynya.runtimes import marks
 from polynya.runtimes.base import Bind, Check, ExecResult
-from polynya.schema import RuntimeSpec, Score, Session, Stage, parse_task, session_id_of
+from polynya.schema import RuntimeSpec, Score, Session, Stage, session_id_of
 
 
 class FakeRuntime:

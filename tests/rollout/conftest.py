@@ -9,9 +9,10 @@ import pytest
 
 from polynya.config import NodeLimits, Settings
 from polynya.engines.scripted import Script, ScriptedEngine
+from polynya.rollout.parse import parse_task
 from polynya.rollout.runner import RunHooks, Runner, RunOptions
 from polynya.rollout.stress import stress_script, stress_task
-from polynya.schema import TaskSpec, parse_task
+from polynya.schema import TaskSpec
 
 
 def shell_task(command: str = "true", **fields: Any) -> TaskSpec:

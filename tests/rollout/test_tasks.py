@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polynya.errors import TaskFileError
+from polynya.rollout.parse import parse_task
 from polynya.rollout.tasks import _from_document, _read, load_tasks, spec_digest
-from polynya.schema import TaskSpec, parse_task
+from polynya.schema import TaskSpec
 
 TASK = {"task_id": "a", "instruction": "do it", "harness": "shell"}
 

@@ -52,11 +52,11 @@ def _median(times: int, work: Callable[[], object]) -> float:
 
 def _messages(count: int, size: int) -> list[bytes]:
     text = "def f(x):\n    return x  # a line of source\n" * (size // count // 42 + 1)
-    made = [{"role": "system", "content": "be good"}]
+    made: list[dict[str, Any]] = [{"role": "system", "content": "be good"}]
     for turn in range(count - 1):
         if turn % 2:
             call = {"id": f"c{turn}", "type": "function", "function": {"name": "edit", "arguments": '{"path": "a.py"}'}}
-            made.append({"role": "assistant", "content": None, "tool_calls": [call]})  # type: ignore[dict-item]
+            made.append({"role": "assistant", "content": None, "tool_calls": [call]})
         else:
             made.append({"role": "tool" if turn else "user", "content": text, "tool_call_id": f"c{turn - 1}"})
     return [msgspec.json.encode(message) for message in made]

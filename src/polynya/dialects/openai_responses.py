@@ -185,7 +185,8 @@ def regrouped(messages: list[ChatMessage], reply_of: Mapping[str, int]) -> list[
     while at < len(messages):
         message = messages[at]
         at += 1
-        calls = message.tool_calls if message.role == "assistant" else []
+        several = message.role == "assistant" and message.raw.count(b'"arguments":') > 1
+        calls = message.tool_calls if several else []
         turns = _by_reply(calls, reply_of)
         if len(turns) < 2:
             found.append(message)

@@ -39,6 +39,7 @@ from polynya.engines.llamacpp_wire import (
     sampling_fields,
 )
 from polynya.engines.models import DEFAULT_MODEL, Progress, ResolvedModel, resolve_model
+from polynya.engines.vocabulary import END_SPELLINGS
 from polynya.engines.wire import chat_fields
 from polynya.errors import ContextOverflow, EngineProtocolError, EngineUnavailable
 from polynya.schema import Int32Array
@@ -47,15 +48,6 @@ SLICE = 16
 """Sampled tokens per request: what is still sampled after a cancel, well below a second on any CPU that serves at all."""
 PROBE_TEXT = "The quick brown fox: 0123, naïve café 🙂 漢字\n\tdef f(x):\n        return x  # <|im_end|>"
 """``tokenizer_sha256`` is over the ids of this text, comma-separated."""
-_END_SPELLINGS = (
-    "<|im_end|>",
-    "<|endoftext|>",
-    "<|eot_id|>",
-    "<|end_of_text|>",
-    "<|eom_id|>",
-    "<end_of_turn>",
-    "<|end|>",
-)
 _UNSEEDED = 0xFFFF_FFFF
 
 
@@ -128,7 +120,7 @@ class LlamaCppEngine:
         self._plain = (await self._tokenize("a"))[-1]
         self._template = props.chat_template
         self._thinks = "<think>" in self._template
-        ends = [await self._tokenize(spelling) for spelling in dict.fromkeys((props.eos_token, *_END_SPELLINGS))]
+        ends = [await self._tokenize(spelling) for spelling in dict.fromkeys((props.eos_token, *END_SPELLINGS))]
         probe = await self._tokenize(PROBE_TEXT)
         version = await asyncio.to_thread(_xllamacpp_version)
         return EngineInfo(

@@ -38,7 +38,13 @@ async def _go_on(engine: Engine, request: EngineRequest, reply: EngineReply) -> 
     if prompt is None or sampled is None or not sampled.size or not engine.info.token_in:
         return _discarding(await engine.generate(request), reply)
     if limit is not None and limit <= len(sampled):
-        return _discarding(await engine.generate(request), reply)
+        # Broken off at its last token: it has nothing left to say.
+        return msgspec.structs.replace(
+            reply,
+            reply=msgspec.structs.replace(reply.reply, finish_reason="length"),
+            finish_reason="length",
+            flags={**reply.flags, "aborts": reply.flags.get("aborts", 0) + 1},
+        )
     before = np.concatenate([prompt, sampled])
     left = None if limit is None else limit - len(sampled)
     sampling = msgspec.structs.replace(request.sampling, max_tokens=left)

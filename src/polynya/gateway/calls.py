@@ -8,7 +8,8 @@ never keeps the answer from the harness.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -269,7 +270,7 @@ class Calls:
             self._continuation.switch_off("the engine conditioned on other ids than it was given")
             return _flagged(reply, "continuation_echo_mismatch"), prompt
         self._continuation.taken()
-        return _flagged(reply, "continued", *continued.bridge.flags), prompt
+        return _flagged(reply, "continued", continued.bridge.flags), prompt
 
     async def _engine_failed(self, session: GatewaySession, call: StoredCall, error: EngineError) -> CallFailed:
         session.flags[f"engine_{error.kind}"] += 1
@@ -413,8 +414,8 @@ def _end_of(
     )
 
 
-def _flagged(reply: EngineReply, *names: str) -> EngineReply:
-    return msgspec.structs.replace(reply, flags={**reply.flags, **dict.fromkeys(names, 1)})
+def _flagged(reply: EngineReply, name: str, more: Mapping[str, int] = MappingProxyType({})) -> EngineReply:
+    return msgspec.structs.replace(reply, flags={**reply.flags, name: 1, **more})
 
 
 async def _done(answer: Answer) -> Answer:

@@ -12,8 +12,9 @@ import pyarrow.parquet as pq
 
 from polynya.config import NodeLimits, Settings
 from polynya.engines.scripted import Script, ScriptedEngine, Step
+from polynya.rollout.parse import parse_task
 from polynya.rollout.runner import Runner, RunOptions
-from polynya.schema import TaskSpec, parse_task
+from polynya.schema import TaskSpec
 
 _AGENT = r"""
 import http.client, json, os, sys

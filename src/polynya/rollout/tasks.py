@@ -15,7 +15,8 @@ import msgspec
 import yaml
 
 from polynya.errors import TaskFileError
-from polynya.schema import TaskSpec, parse_task
+from polynya.rollout.parse import parse_task
+from polynya.schema import TaskSpec
 
 _MERGED = ("runtime", "budgets", "sampling", "metadata")
 """Mappings whose defaults are merged key by key; other fields are replaced."""

@@ -42,9 +42,8 @@ WHOLE_CALL_FAULTS: frozenset[str] = frozenset(
     {"http_error", "overflow", "hang", "reset", "reset_midway", "truncated", "bad_json"}
 )
 """Faults that leave no readable reply; the others spoil one. ``reset_midway``: a connection reset inside the body;
-``truncated``: a body that is closed
-short of its announced length; ``bad_json``: JSON cut in a body that is whole. ``abort``: half of the reply is sampled and the
-engine breaks off; a prompt that ends with such a half gets the other."""
+``truncated``: a body that is closed short of its announced length; ``bad_json``: JSON cut in a body that is whole.
+``abort`` is none of them: half of the reply is sampled and the engine breaks off; a prompt that ends with the half gets the rest."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
