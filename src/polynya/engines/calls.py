@@ -25,6 +25,13 @@ class TokenIds(msgspec.Struct):
     tokens: list[int]
 
 
+class _Text(msgspec.Struct):
+    prompt: str | None = None
+    """vLLM."""
+    text: str | None = None
+    """SGLang."""
+
+
 async def call(http: EngineHttp, flavour: Flavour, model: str, request: EngineRequest) -> EngineReply:
     """One chat completion."""
     given = request.prompt.array if request.prompt is not None else None
@@ -59,3 +66,13 @@ async def tokenize(http: EngineHttp, model: str, text: str) -> list[int]:
     fields = {"model": model, "prompt": text, "add_special_tokens": False}
     answer = await http.post("/tokenize", msgspec.json.encode(fields))
     return decode(answer.body, TokenIds, "/tokenize").tokens
+
+
+async def detokenize(http: EngineHttp, flavour: Flavour, model: str, ids: list[int]) -> str:
+    """Text of ids, control tokens spelled out."""
+    fields: dict[str, Any] = {"model": model, "tokens": ids}
+    if flavour.kind == "sglang":
+        fields["skip_special_tokens"] = False
+    answer = await http.post("/detokenize", msgspec.json.encode(fields))
+    found = decode(answer.body, _Text, "/detokenize")
+    return found.prompt if found.prompt is not None else found.text or ""

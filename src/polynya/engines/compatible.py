@@ -17,7 +17,7 @@ import numpy as np
 from polynya.dialects.neutral import ChatRequest
 from polynya.engines.base import EngineInfo, EngineReply, EngineRequest
 from polynya.engines.bridging import Bridger, LazyBridger
-from polynya.engines.calls import TokenIds, call, tokenize
+from polynya.engines.calls import TokenIds, call, detokenize, tokenize
 from polynya.engines.compatible_template import compatible_bridger
 from polynya.engines.flavours import Flavour
 from polynya.engines.http import EngineHttp, HttpSettings, decode
@@ -29,13 +29,6 @@ from polynya.schema import Int32Array
 
 _SEPARATOR = "\x1f"
 _TEXTS_AT_ONCE = 512
-
-
-class _Detokenized(msgspec.Struct):
-    prompt: str | None = None
-    """vLLM."""
-    text: str | None = None
-    """SGLang."""
 
 
 class CompatibleEngine:
@@ -112,9 +105,8 @@ class CompatibleEngine:
         return dict(zip(ids, one_by_one, strict=True))
 
     async def _detokenize(self, model: str, ids: list[int]) -> str:
-        answer = await self.http.post("/detokenize", msgspec.json.encode({"model": model, "tokens": ids}))
-        found = decode(answer.body, _Detokenized, "/detokenize")
-        return found.prompt if found.prompt is not None else found.text or ""
+        _, flavour = self._started()
+        return await detokenize(self.http, flavour, model, ids)
 
     async def bridger(self) -> Bridger | None:
         return await self._bridger.get()

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from polynya.engines.bridging import Bridger
+from polynya.engines.calls import detokenize
 from polynya.engines.flavours import Flavour
 from polynya.engines.http import EngineHttp, decode
 from polynya.engines.vocabulary import Fences, discover
@@ -25,11 +26,6 @@ _MARGIN, _PER_MESSAGE = 1024, 64
 class _Tokens(msgspec.Struct):
     tokens: list[int]
     token_strs: list[str] | None = None
-
-
-class _Detokenized(msgspec.Struct):
-    prompt: str | None = None
-    text: str | None = None
 
 
 class CompatibleTemplate:
@@ -81,12 +77,7 @@ class CompatibleTemplate:
         return (await self._tokenize(text)).tokens
 
     async def decode(self, ids: list[int]) -> str:
-        fields: dict[str, Any] = {"model": self._model, "tokens": ids}
-        if self._flavour.kind == "sglang":
-            fields["skip_special_tokens"] = False
-        answer = await self._http.post("/detokenize", msgspec.json.encode(fields))
-        found = decode(answer.body, _Detokenized, "/detokenize")
-        return found.prompt if found.prompt is not None else found.text or ""
+        return await detokenize(self._http, self._flavour, self._model, ids)
 
     async def _tokenize(self, text: str, **extra: Any) -> _Tokens:
         fields = {"model": self._model, "prompt": text, "add_special_tokens": False, **extra}
