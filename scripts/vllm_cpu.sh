@@ -66,7 +66,7 @@ if curl --silent --fail "http://127.0.0.1:$port/health" > /dev/null; then
 fi
 VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1} VLLM_SERVER_DEV_MODE=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 OMP_WAIT_POLICY=PASSIVE \
   nohup "$bin/vllm" serve "$model" --served-model-name smollm2 --host 127.0.0.1 --port "$port" --max-model-len 8192 --max-num-seqs 16 \
-  --dtype bfloat16 --enforce-eager --enable-auto-tool-choice --tool-call-parser hermes --generation-config vllm \
+  --dtype bfloat16 --enforce-eager --enable-auto-tool-choice --tool-call-parser hermes --enable-scale-out --generation-config vllm \
   > "$venv/server.log" 2>&1 < /dev/null &
 echo $! > "$venv/server.pid"
 

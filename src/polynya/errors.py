@@ -104,6 +104,10 @@ class EngineRejected(EngineError):
         self.status = status
 
 
+class NotContinuable(EngineRejected):
+    """This request cannot be sent as ids by the route in use; as messages it can."""
+
+
 class ContextOverflow(EngineRejected):
     """The prompt does not fit into the model's window."""
 

@@ -141,6 +141,15 @@ class Engine(Protocol):
         """What continues a call in token space; made once. None: no prompt as ids, or a template that cannot be bridged."""
         ...
 
+    @property
+    def token_route(self) -> str:
+        """How prompts of ids are given now; empty: not at all."""
+        ...
+
+    async def step_down(self, route: str) -> str:
+        """``route`` turned out not to condition on the ids it was given: the one that is used from here on, as ``token_route``."""
+        ...
+
     async def health(self) -> None:
         """Return when the engine answers; raises EngineUnavailable."""
         ...

@@ -15,66 +15,105 @@ import msgspec
 import numpy as np
 
 from polynya.dialects.neutral import ChatRequest
+from polynya.dialects.wire import chat_message
 from polynya.engines.base import EngineInfo, EngineReply, EngineRequest
 from polynya.engines.bridging import Bridger, LazyBridger
-from polynya.engines.calls import TokenIds, call, detokenize, tokenize
+from polynya.engines.calls import TokenIds, detokenize, tokenize
 from polynya.engines.compatible_template import compatible_bridger
-from polynya.engines.flavours import Flavour
 from polynya.engines.http import EngineHttp, HttpSettings, decode
-from polynya.engines.probe import probe
+from polynya.engines.probe import Found, probe
+from polynya.engines.routes import Route, find_route
 from polynya.engines.versions import bracketed, weight_version
 from polynya.engines.wire import chat_fields
-from polynya.errors import EngineRejected
+from polynya.errors import EngineError, EngineRejected
 from polynya.schema import Int32Array
 
 _SEPARATOR = "\x1f"
 _TEXTS_AT_ONCE = 512
+_ANY_CHAT = ChatRequest(dialect="chat", model="", messages=[chat_message("user", text="Tell me a story.")])
 
 
 class CompatibleEngine:
-    """``base_url`` may end in ``/v1``. ``model`` is needed only where the server serves several."""
+    """``base_url`` may end in ``/v1``. ``model`` is needed only where the server serves several.
+
+    ``token_route``: the first to be used, in place of the first that works. ``generate`` then carries every call, so that the
+    engine says which weights sampled which token.
+    """
 
     def __init__(
-        self, base_url: str, *, model: str | None = None, api_key: str | None = None, http: HttpSettings | None = None
+        self,
+        base_url: str,
+        *,
+        model: str | None = None,
+        api_key: str | None = None,
+        http: HttpSettings | None = None,
+        token_route: Route | None = None,
     ) -> None:
         self.base_url = base_url.rstrip("/").removesuffix("/v1").rstrip("/")
         self.http = EngineHttp(self.base_url, api_key=api_key, settings=http)
         self._asked_model = model
-        self._found: tuple[EngineInfo, Flavour] | None = None
+        self._asked_route = token_route
+        self._found: Found | None = None
+        self._route: Route | None = None
+        self._stepping = asyncio.Lock()
         self._bridger = LazyBridger(self._make_bridger)
 
     async def start(self) -> EngineInfo:
         try:
-            self._found = await probe(self.http, self._asked_model)
+            self._found = await probe(self.http, self._asked_model, self._asked_route)
         except BaseException:
             await self.close()
             raise
-        return self._found[0]
+        self._route = self._found.route
+        return self._found.info
 
     @property
     def info(self) -> EngineInfo:
-        return self._started()[0]
+        return self._started().info
 
-    def _started(self) -> tuple[EngineInfo, Flavour]:
+    def _started(self) -> Found:
         if self._found is None:
             raise RuntimeError(f"the engine at {self.base_url} was not started: await start() first")
         return self._found
 
     async def generate(self, request: EngineRequest) -> EngineReply:
-        info, flavour = self._started()
+        info = self._started().info
         if info.detail.get("weight_version") is None:
-            return await call(self.http, flavour, info.model, request)
+            return await self._ask(request)
         before = await weight_version(self.http)
         # What was cached under other weights is not to be gone on from.
-        reply = await call(self.http, flavour, info.model, msgspec.structs.replace(request, cache_salt=before or ""))
+        reply = await self._ask(msgspec.structs.replace(request, cache_salt=before or ""))
         if reply.policy_spans or reply.sampled_ids is None:
             return reply
         spans = bracketed(before, await weight_version(self.http), int(reply.sampled_ids.size))
         return msgspec.structs.replace(reply, policy_spans=spans)
 
+    async def _ask(self, request: EngineRequest) -> EngineReply:
+        always = self._route is Route.GENERATE and self._asked_route is Route.GENERATE
+        route = self._route if request.prompt is not None or always else None
+        return await self._started().caller.ask(request, route or Route.CHAT)
+
+    @property
+    def token_route(self) -> str:
+        return self._route or ""
+
+    async def step_down(self, route: str) -> str:
+        async with self._stepping:
+            if self._route is not None and route == self._route:
+                routes = list(Route)
+                left = routes[routes.index(self._route) + 1 :]
+                self._route = await self._next_route(left[0]) if left else None
+            return self.token_route
+
+    async def _next_route(self, first: Route) -> Route | None:
+        try:
+            return await find_route(self._started().caller, await self.render_ids(_ANY_CHAT), first)
+        except EngineError:
+            return None
+
     async def render_ids(self, chat: ChatRequest) -> Int32Array:
         """The prompt that ``generate`` conditions on for these messages, by the engine's own template and tokenizer."""
-        info, flavour = self._started()
+        info, flavour = self._started().info, self._started().caller.flavour
         if not flavour.tokenizes:
             raise EngineRejected(f"the engine at {self.base_url} has no /tokenize endpoint", status=501)
         body = chat_fields(chat, {"model": info.model, "add_generation_prompt": True})
@@ -85,7 +124,7 @@ class CompatibleEngine:
         return int((await self.render_ids(chat)).size)
 
     async def token_texts(self, ids: Iterable[int]) -> dict[int, str]:
-        info, flavour = self._started()
+        info, flavour = self._started().info, self._started().caller.flavour
         if not flavour.tokenizes:
             return {}
         wanted = list(dict.fromkeys(int(token) for token in ids))
@@ -105,20 +144,20 @@ class CompatibleEngine:
         return dict(zip(ids, one_by_one, strict=True))
 
     async def _detokenize(self, model: str, ids: list[int]) -> str:
-        _, flavour = self._started()
+        flavour = self._started().caller.flavour
         return await detokenize(self.http, flavour, model, ids)
 
     async def bridger(self) -> Bridger | None:
         return await self._bridger.get()
 
     async def _make_bridger(self) -> Bridger | None:
-        info, flavour = self._started()
+        info, flavour = self._started().info, self._started().caller.flavour
         if not (info.token_in and flavour.tokenizes):
             return None
         return await compatible_bridger(self.http, flavour, info.model, info.stop_ids)
 
     async def health(self) -> None:
-        _, flavour = self._started()
+        flavour = self._started().caller.flavour
         await self.http.get(flavour.health)
 
     async def close(self) -> None:

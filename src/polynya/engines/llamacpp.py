@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from polynya.dialects.neutral import ChatReply, ChatRequest, ToolCall, Usage
+from polynya.dialects.neutral import ChatRequest, Usage
 from polynya.engines import toolparse
 from polynya.engines.base import EffectiveSampling, EngineInfo, EngineReply, EngineRequest
 from polynya.engines.bridging import Bridger, LazyBridger
@@ -89,6 +89,7 @@ class LlamaCppEngine:
         self._thinks = False
         self._template = ""
         self._bridger = LazyBridger(self._make_bridger)
+        self._token_route = "completion"
 
     @property
     def info(self) -> EngineInfo:
@@ -165,29 +166,24 @@ class LlamaCppEngine:
         self, chat: ChatRequest, prompt: Int32Array, sampled: _Sampled, text: str, *, opened: bool, cached: int
     ) -> EngineReply:
         sampled_ids = np.array(sampled.ids, dtype=np.int32)
-        reasoning = ""
-        if self._thinks:
-            reasoning, text = toolparse.split_thinking(text, opened=opened)
-        wanted = chat.tool_choice is None or bytes(chat.tool_choice).strip() != b'"none"'
-        parsed = toolparse.parse_calls(text, {tool.name for tool in chat.tools} if wanted else frozenset())
-        seed = hashlib.sha256(prompt.tobytes() + b"|" + sampled_ids.tobytes())
-        calls = [
-            ToolCall(id=_call_id(seed, index), name=call.name, arguments=call.arguments)
-            for index, call in enumerate(parsed.calls)
-        ]
-        flags: dict[str, int] = {}
-        if parsed.unparsed and chat.tools and wanted:
-            flags["unparsed_tool_markup"] = parsed.unparsed
+        usage = Usage(
+            prompt_tokens=int(prompt.size), completion_tokens=len(sampled.ids), cached_tokens=min(cached, prompt.size)
+        )
+        reply, flags = toolparse.read_reply(
+            text,
+            chat,
+            finish=sampled.finish,
+            usage=usage,
+            opened=opened,
+            seed=prompt.tobytes() + b"|" + sampled_ids.tobytes(),
+            thinks=self._thinks,
+        )
         if sampled.rescored:
             flags["rescored_logprobs"] = sampled.rescored
         if chat.guided:
             flags["guidance_not_enforced"] = 1
-        finish = "tool_calls" if calls and sampled.finish == "stop" else sampled.finish
-        usage = Usage(
-            prompt_tokens=int(prompt.size), completion_tokens=len(sampled.ids), cached_tokens=min(cached, prompt.size)
-        )
         return EngineReply(
-            reply=ChatReply(text=parsed.text, reasoning=reasoning, tool_calls=calls, finish_reason=finish, usage=usage),
+            reply=reply,
             prompt=prompt,
             sampled_ids=sampled_ids,
             logprobs=np.array(sampled.logprobs, dtype=np.float32),
@@ -272,6 +268,15 @@ class LlamaCppEngine:
     async def _make_bridger(self) -> Bridger | None:
         return await llama_bridger(self._send, self._template, self.info.stop_ids)
 
+    @property
+    def token_route(self) -> str:
+        return self._token_route
+
+    async def step_down(self, route: str) -> str:
+        """There is one route only."""
+        self._token_route = ""
+        return ""
+
     async def health(self) -> None:
         await self._get("/health")
 
@@ -306,12 +311,6 @@ class LlamaCppEngine:
         if not self._child.running():
             raise self._child.died()
         return self._http
-
-
-def _call_id(seed: Any, index: int) -> str:
-    digest = seed.copy()
-    digest.update(f"|{index}".encode())
-    return f"call_{digest.hexdigest()[:24]}"
 
 
 def _xllamacpp_version() -> str:

@@ -18,9 +18,9 @@ from polynya.engines.base import EffectiveSampling, EngineInfo, EngineReply, Eng
 from polynya.engines.calls import call, tokenize
 from polynya.engines.flavours import OPENAI, SGLANG, VLLM, Flavour
 from polynya.engines.http import EngineHttp, decode
+from polynya.engines.routes import Caller, Route, find_route
 from polynya.errors import ConfigError, EngineError, EngineRejected, EngineTimeout, EngineUnavailable
 from polynya.schema import Int32Array
-from polynya.tokens.printed import GivenIds
 
 PROBE_TEXT = "The quick brown fox: 0123, naïve café 🙂 漢字\n\tdef f(x):\n        return x"
 """``tokenizer_sha256`` is over the ids of this text, comma-separated: it tells tokenizers apart, it is not the file's hash."""
@@ -51,8 +51,15 @@ class _Cards(msgspec.Struct):
     data: list[_Card] = []
 
 
-async def probe(http: EngineHttp, asked_model: str | None) -> tuple[EngineInfo, Flavour]:
-    """Raises EngineUnavailable when nothing answers, ConfigError when the model is not served."""
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    info: EngineInfo
+    caller: Caller
+    route: Route | None
+    """By which prompts of ids are given; None: not at all."""
+
+
+async def probe(http: EngineHttp, asked_model: str | None, first_route: Route | None = None) -> Found:
+    """Raises EngineUnavailable when nothing answers, ConfigError when the model is not served or ``first_route`` does not work."""
     cards = decode((await http.get("/v1/models")).body, _Cards, "/v1/models").data
     card = _pick(cards, asked_model, http.base_url)
     flavour, build = await _flavour(http, card)
@@ -65,27 +72,39 @@ async def probe(http: EngineHttp, asked_model: str | None) -> tuple[EngineInfo, 
             flavour = OPENAI
     with_ids = reply is not None and _has(reply.prompt_ids) and _has(reply.sampled_ids)
     with_logprobs = reply is not None and reply.logprobs is not None and reply.logprobs.size > 0
-    token_in = with_ids and reply is not None and await _takes_ids(http, flavour, card.id, reply.prompt_ids)
+    images = await _takes_images(http, flavour, card.id)
+    kind = await _logprob_kind(http, flavour, card.id) if with_ids and with_logprobs else "unknown"
+    stop_ids = await _turn_end(http, flavour, card.id)
+    caller = Caller(http=http, flavour=flavour, model=card.id, stop_ids=stop_ids, window=card.max_model_len)
+    route: Route | None = None
+    if with_ids and reply is not None and reply.prompt_ids is not None:
+        route = await find_route(caller, reply.prompt_ids, first_route or Route.CHAT)
+    if first_route is not None and route is not first_route:
+        raise ConfigError(
+            f"token_route: the engine at {http.base_url} takes no prompts of ids by {first_route.value!r}",
+            fix="for generate start vLLM with --enable-scale-out, or leave token_route out",
+        )
     detail: dict[str, Any] = {}
     if (version := await _optional(http, "/weight_info")) is not None:
         detail["weight_version"] = version.get("weight_version")
     fingerprint = await _fingerprint(http, flavour, card.id)
     if fingerprint is not None:
         detail["tokenizer_sha256_over"] = "ids of a fixed probe text"
-    return EngineInfo(
+    info = EngineInfo(
         kind=flavour.kind,
         model=card.id,
         build=build,
         window=card.max_model_len,
         token_ids=with_ids,
         logprobs=with_logprobs,
-        token_in=token_in,
-        images=await _takes_images(http, flavour, card.id),
-        logprob_kind=await _logprob_kind(http, flavour, card.id) if with_ids and with_logprobs else "unknown",
+        token_in=route is not None,
+        images=images,
+        logprob_kind=kind,
         tokenizer_sha256=fingerprint,
-        stop_ids=await _turn_end(http, flavour, card.id),
+        stop_ids=stop_ids,
         detail=detail,
-    ), flavour
+    )
+    return Found(info=info, caller=caller, route=route)
 
 
 def _pick(cards: list[_Card], asked: str | None, url: str) -> _Card:
@@ -135,14 +154,12 @@ async def _ask(
     model: str,
     *,
     question: Any = _QUESTIONS[0],
-    prompt_ids: Int32Array | None = None,
     temperature: float = 1.0,
     bias: dict[str, float] | None = None,
 ) -> EngineReply:
     chat = ChatRequest(dialect="chat", model=model, messages=[chat_message("user", text=question)])
     sampling = EffectiveSampling(temperature=temperature, max_tokens=1, seed=1, logit_bias=bias)
-    given = None if prompt_ids is None else GivenIds(prompt_ids)
-    return await call(http, flavour, model, EngineRequest(chat=chat, sampling=sampling, prompt=given))
+    return await call(http, flavour, model, EngineRequest(chat=chat, sampling=sampling))
 
 
 async def _takes_images(http: EngineHttp, flavour: Flavour, model: str) -> bool:
@@ -158,18 +175,6 @@ async def _takes_images(http: EngineHttp, flavour: Flavour, model: str) -> bool:
         # some servers say with a 500 that their model has no eyes
         return False
     return seeing.reply.usage.prompt_tokens > blind.reply.usage.prompt_tokens
-
-
-async def _takes_ids(http: EngineHttp, flavour: Flavour, model: str, prompt: Int32Array | None) -> bool:
-    """Send a prompt that no messages render to; only a server that conditions on it echoes it."""
-    if prompt is None or not flavour.prompt_path:
-        return False
-    other = np.concatenate([prompt, prompt[-3:], prompt[:2]]).astype(np.int32)
-    try:
-        reply = await _ask(http, flavour, model, prompt_ids=other)
-    except EngineRejected:
-        return False
-    return reply.prompt_ids is not None and np.array_equal(reply.prompt_ids, other)
 
 
 async def _logprob_kind(http: EngineHttp, flavour: Flavour, model: str) -> str:

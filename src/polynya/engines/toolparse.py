@@ -7,11 +7,14 @@ re-serialised. Refuses what is no valid JSON or names no offered tool: that stay
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Collection
 
 import msgspec
+
+from polynya.dialects.neutral import ChatReply, ChatRequest, ToolCall, Usage
 
 PARSER_NAME = "hermes+fenced-json"
 _START = re.compile(r"(?P<tag><tool_call>)\s*|^[ \t]*(?P<fence>```+)[\w+-]*[ \t]*\n\s*|^[ \t]*(?=\{)", re.MULTILINE)
@@ -73,6 +76,35 @@ def split_thinking(text: str, *, opened: bool) -> tuple[str, str]:
         return "", text
     thought, closed, rest = body.partition("</think>")
     return thought.strip("\n"), rest.lstrip("\n") if closed else ""
+
+
+def read_reply(
+    text: str, chat: ChatRequest, *, finish: str, usage: Usage, opened: bool, seed: bytes, thinks: bool = True
+) -> tuple[ChatReply, dict[str, int]]:
+    """What a harness is told of a sampled text, and flags. ``seed``: equal replies get equal call ids."""
+    reasoning = ""
+    if thinks:
+        reasoning, text = split_thinking(text, opened=opened)
+    wanted = chat.tool_choice is None or bytes(chat.tool_choice).strip() != b'"none"'
+    parsed = parse_calls(text, {tool.name for tool in chat.tools} if wanted else frozenset())
+    digest = hashlib.sha256(seed)
+    calls = [
+        ToolCall(id=_call_id(digest.copy(), index), name=call.name, arguments=call.arguments)
+        for index, call in enumerate(parsed.calls)
+    ]
+    reply = ChatReply(
+        text=parsed.text,
+        reasoning=reasoning,
+        tool_calls=calls,
+        finish_reason="tool_calls" if calls and finish == "stop" else finish,
+        usage=usage,
+    )
+    return reply, {"unparsed_tool_markup": parsed.unparsed} if parsed.unparsed and chat.tools and wanted else {}
+
+
+def _call_id(digest: hashlib._Hash, index: int) -> str:
+    digest.update(f"|{index}".encode())
+    return f"call_{digest.hexdigest()[:24]}"
 
 
 def _call_at(text: str, position: int, offered: Collection[str]) -> tuple[FoundCall, int] | None:

@@ -16,6 +16,7 @@ import xxhash
 from polynya.dialects.neutral import ChatReply, ToolCall, Usage
 from polynya.engines import toolparse
 from polynya.engines.base import Engine, EngineReply, EngineRequest
+from polynya.errors import NotContinuable
 from polynya.schema import PolicySpan
 from polynya.tokens.printed import GivenIds
 
@@ -35,7 +36,7 @@ async def generate_whole(engine: Engine, request: EngineRequest) -> EngineReply:
 
 async def _go_on(engine: Engine, request: EngineRequest, reply: EngineReply) -> EngineReply:
     prompt, sampled, limit = reply.prompt_ids, reply.sampled_ids, request.sampling.max_tokens
-    if prompt is None or sampled is None or not sampled.size or not engine.info.token_in:
+    if prompt is None or sampled is None or not sampled.size or not engine.token_route:
         return _discarding(await engine.generate(request), reply)
     if limit is not None and limit <= len(sampled):
         # Broken off at its last token: it has nothing left to say.
@@ -48,7 +49,10 @@ async def _go_on(engine: Engine, request: EngineRequest, reply: EngineReply) -> 
     before = np.concatenate([prompt, sampled])
     left = None if limit is None else limit - len(sampled)
     sampling = msgspec.structs.replace(request.sampling, max_tokens=left)
-    rest = await engine.generate(msgspec.structs.replace(request, prompt=GivenIds(before), sampling=sampling))
+    try:
+        rest = await engine.generate(msgspec.structs.replace(request, prompt=GivenIds(before), sampling=sampling))
+    except NotContinuable:
+        return _discarding(await engine.generate(request), reply)
     echoed = rest.prompt_ids
     if echoed is None or rest.sampled_ids is None or not np.array_equal(echoed, before):
         return _discarding(rest, reply)

@@ -27,6 +27,7 @@ from polynya.engines.base import EffectiveSampling, Engine, EngineReply, EngineR
 from polynya.errors import (
     CaptureError,
     ContextOverflow,
+    NotContinuable,
     DiskFull,
     EngineError,
     EngineProtocolError,
@@ -250,24 +251,25 @@ class Calls:
         self, session: GatewaySession, request: EngineRequest, place: Place, continued: Continued
     ) -> tuple[EngineReply, Placed | None]:
         """The same with the prompt given as ids; when the engine refuses them, with messages."""
+        route = self._continuation.route
         try:
             given = msgspec.structs.replace(request, prompt=continued.given(session.capture))
             reply = await generate_whole(self._engine, given)
         except EngineRejected as exc:
             place.continued = None
             reply = await generate_whole(self._engine, request)
-            if not isinstance(exc, ContextOverflow):
-                self._continuation.refused(exc.message)
+            if not isinstance(exc, ContextOverflow | NotContinuable):
+                await self._continuation.refused(exc.message, route)
             return _flagged(reply, "continuation_rejected"), await _placed(session.capture, reply)
         prompt = await _placed(session.capture, reply)
         if prompt is None:
             if reply.prompt is None:
-                self._continuation.switch_off("the engine does not say which ids it conditioned on")
+                await self._continuation.step_down("the engine does not say which ids it conditioned on", route)
             return _flagged(reply, "continuation_echo_absent"), None
         if not continued.is_prompt(prompt):
             # What it did condition on is in the echo: the call is sound, and the first of a chain of its own.
             place.continued = None
-            self._continuation.switch_off("the engine conditioned on other ids than it was given")
+            await self._continuation.step_down("the engine conditioned on other ids than it was given", route)
             return _flagged(reply, "continuation_echo_mismatch"), prompt
         self._continuation.taken()
         return _flagged(reply, "continued", continued.bridge.flags), prompt

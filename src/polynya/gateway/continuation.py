@@ -1,7 +1,7 @@
 """Continuation: the prompt of a call that goes on from a captured one is that call's own ids and the tokens of what is new.
 
 Invariants: nothing here fails a harness call: what cannot be continued goes upstream as messages, and the session's flags say
-why. An engine that does not condition on the ids it was given is noticed by its echo, and is not given any again. Trust is
+why. An engine that does not condition on the ids it was given is noticed by its echo, and is not given any in that way again. Trust is
 not needed: the builder proves each chain on the ids that the engine echoed.
 """
 
@@ -91,13 +91,26 @@ class Continuation:
 
     @property
     def on(self) -> bool:
-        return not self.off and self._engine.info.token_in
+        return not self.off and bool(self._engine.token_route)
 
-    def refused(self, why: str) -> None:
+    async def refused(self, why: str, route: str) -> None:
         """The engine refused ids and took the same call as messages."""
         self._refusals += 1
-        if self._refusals == _REFUSALS:
-            self.switch_off(f"the engine refuses prompts of ids: {why}")
+        if self._refusals >= _REFUSALS:
+            await self.step_down(f"the engine refuses prompts of ids: {why}", route)
+
+    async def step_down(self, why: str, route: str) -> None:
+        """Ids are given in another way from here on; where there is none, not at all."""
+        left = await self._engine.step_down(route)
+        self._refusals = 0
+        if left:
+            _log.warning("prompts of ids go by %s from here on, by %s no more: %s", left, route, why)
+        else:
+            self.switch_off(why)
+
+    @property
+    def route(self) -> str:
+        return self._engine.token_route
 
     def taken(self) -> None:
         self._refusals = 0

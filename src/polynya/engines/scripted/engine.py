@@ -28,6 +28,7 @@ class ScriptedEngine:
         self.script = script or Script()
         self.desk = Desk(self.script)
         self._info: EngineInfo | None = None
+        self._token_route = "scripted" if self.script.token_in else ""
         self._bridger = Bridger(ScriptedTemplate(drop_reasoning=self.script.drop_reasoning))
 
     async def start(self) -> EngineInfo:
@@ -85,6 +86,15 @@ class ScriptedEngine:
 
     async def bridger(self) -> Bridger | None:
         return self._bridger if self.script.token_in else None
+
+    @property
+    def token_route(self) -> str:
+        return self._token_route
+
+    async def step_down(self, route: str) -> str:
+        """There is one route only."""
+        self._token_route = ""
+        return ""
 
     async def health(self) -> None:
         return None
