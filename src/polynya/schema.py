@@ -85,6 +85,8 @@ class Exclusion(StrEnum):
     """Sampled in an attempt that died with its node; the session ran again."""
     LATE_WRITE = "late_write"
     """Finished after the session was sealed."""
+    LEFT_OUT = "left_out"
+    """A third party's builder put it into no row."""
 
 
 class Break(StrEnum):
@@ -190,6 +192,9 @@ class SamplingSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_tokens: PositiveInt | None = None
     """A cap on each call: the smaller of this and the harness's own."""
     seed: int | None = None
+    thinking: Literal["retain", "template"] | None = None
+    """What is done where a user message makes a template leave out earlier thinking: keep it, as sampled, or split there.
+    None: as the gateway is set."""
 
 
 class Budgets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

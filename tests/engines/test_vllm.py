@@ -11,6 +11,7 @@ import pytest_asyncio
 
 from polynya.engines import create_engine
 from polynya.engines.compatible import CompatibleEngine
+from polynya.engines.routes import Route
 from polynya.errors import ContextOverflow, EngineRejected
 
 from .asking import BASH, ask, chat, message
@@ -136,3 +137,55 @@ async def test_a_bridge_is_the_end_of_the_servers_own_rendering(engine: Compatib
     prompt = np.concatenate([parent, found.ids]).astype(np.int32)
     again = await engine.generate(ask("ignored", prompt_ids=prompt, max_tokens=2))
     assert np.array_equal(again.prompt_ids, prompt)
+
+
+async def test_logprobs_captured_turn_by_turn_are_those_of_one_prefill_over_the_exact_ids(
+    engine: CompatibleEngine,
+) -> None:
+    """At temperature 1, with raw logprobs: what the trainer computes on the row is what the engine reported while sampling."""
+    prompt, sampled, logprobs = None, [], []
+    for turn in range(6):
+        given = None if prompt is None else np.concatenate([prompt, np.array([198, 1, 4093, 198], dtype=np.int32)])
+        reply = await engine.generate(ask("Tell me a story", prompt_ids=given, max_tokens=16, seed=turn))
+        assert reply.prompt_ids is not None and reply.sampled_ids is not None and reply.logprobs is not None
+        assert given is None or np.array_equal(reply.prompt_ids, given)
+        sampled.append(range(reply.prompt_ids.size, reply.prompt_ids.size + reply.sampled_ids.size))
+        logprobs.append(reply.logprobs)
+        prompt = np.concatenate([reply.prompt_ids, reply.sampled_ids])
+    fields = {"model": engine.info.model, "prompt": prompt.tolist(), "max_tokens": 1, "echo": True, "logprobs": 0}
+    answer = await engine.http.post("/v1/completions", msgspec.json.encode(fields))
+    scored = np.array(
+        [value or 0.0 for value in msgspec.json.decode(answer.body)["choices"][0]["logprobs"]["token_logprobs"]]
+    )
+    places, captured = np.concatenate([list(part) for part in sampled]), np.concatenate(logprobs)
+    # bfloat16: a token that is decoded and one that is prefilled go through other kernels
+    assert float(np.abs(scored[places] - captured).mean()) < 0.1
+    assert float(np.abs(scored[places - 1] - captured).mean()) > 1.0
+
+
+@pytest.mark.parametrize("route", list(Route))
+async def test_ids_outside_the_vocabulary_are_refused_in_the_engines_words(
+    engine: CompatibleEngine, route: Route
+) -> None:
+    assert engine.info.window is not None
+    caller = engine._started().caller
+    for bad in ([1, 10**6], [1, -5]):
+        with pytest.raises(EngineRejected):
+            await caller.ask(ask("hi", prompt_ids=np.array(bad, dtype=np.int32), max_tokens=1), route)
+
+
+@pytest.mark.parametrize("route", [Route.GENERATE, Route.COMPLETIONS])
+async def test_the_other_routes_give_the_reply_that_the_chat_route_gives(
+    engine: CompatibleEngine, route: Route
+) -> None:
+    caller = engine._started().caller
+    rendered = await engine.render_ids(chat("What is the capital of France?"))
+    request = ask("What is the capital of France?", prompt_ids=rendered, temperature=0.0, max_tokens=40)
+    one, two = await caller.ask(request, Route.CHAT), await caller.ask(request, route)
+    assert one.reply.text == two.reply.text and "Paris" in two.reply.text
+    assert one.finish_reason == two.finish_reason == "stop"
+    assert one.sampled_ids is not None and two.sampled_ids is not None and one.logprobs is not None
+    assert np.array_equal(one.sampled_ids, two.sampled_ids) and np.array_equal(one.prompt_ids, two.prompt_ids)
+    assert two.logprobs is not None and np.allclose(one.logprobs, two.logprobs, atol=0.05)
+    if route is Route.GENERATE:
+        assert [(span.start, span.end) for span in two.policy_spans] == [(0, two.sampled_ids.size)]

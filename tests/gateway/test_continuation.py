@@ -10,12 +10,14 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from tests.engines.routed import RoutedApp
 
 from polynya.engines.base import EngineReply, EngineRequest
-from polynya.engines.scripted import Script, ScriptedEngine
+from polynya.engines.compatible import CompatibleEngine
+from polynya.engines.scripted import Script, ScriptedEngine, serve
 from polynya.engines.scripted.script import Fault, ScriptedCall, Step
 from polynya.node.trajectory import trajectory_of
-from polynya.schema import BuilderSpec, Exclusion, Trajectory
+from polynya.schema import BuilderSpec, Exclusion, SamplingSpec, Trajectory
 
 _THINKS = [Step(text=f"answer {i}", reasoning=f"thought {i}") for i in range(4)]
 
@@ -319,3 +321,34 @@ async def test_flags_of_a_bridge_are_counted(make_rig: Any) -> None:
     await agent.say("hi")
     await agent.say("<|end|><|user|><|end|>")
     assert agent.session.capture.committed[1].flags == {"continued": 1, "neutralised": 3}
+
+
+@pytest.mark.parametrize("door", ["generate", "completions"])
+async def test_engine_that_turns_deaf_to_ids_beside_messages_is_given_them_by_another_door(
+    make_rig: Any, door: str
+) -> None:
+    app = RoutedApp(Script(steps=_THINKS, drop_reasoning=True), door)
+    async with serve(app) as url:
+        rig = await make_rig(engine=CompatibleEngine(url))
+        agent = await rig.open()
+        await talk(agent, 2)
+        app.obeys = False
+        await talk(agent, 4)
+        assert rig.gateway.continuation == "retain" and rig.engine.token_route == door
+        await rig.engine.close()
+    flags = [call.flags for call in agent.session.capture.committed]
+    assert [call.get("continued", 0) for call in flags] == [0, 1, 0, 1, 1, 1]
+    assert [call.get("continuation_echo_mismatch", 0) for call in flags] == [0, 0, 1, 0, 0, 0]
+    trajectory = built(agent)
+    assert (len(trajectory.traces), trajectory.ledger.chain_breaks) == (2, {"template": 1})
+    assert trajectory.ledger.captured == trajectory.ledger.trained
+
+
+async def test_a_task_may_ask_for_its_own_way_with_earlier_thinking(make_rig: Any) -> None:
+    rig = await make_rig(Script(steps=_THINKS, drop_reasoning=True), thinking="retain")
+    sampling = SamplingSpec(thinking="template")
+    agent = await rig.open(sampling=sampling)
+    await talk(agent, 3)
+    assert built(agent).ledger.chain_breaks == {"reasoning_stripped": 2}
+    assert rig.gateway.continuation_of(sampling) == "template"
+    assert rig.gateway.continuation_of(SamplingSpec()) == "retain"

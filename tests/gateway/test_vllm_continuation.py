@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polynya.engines import create_engine
+from polynya.engines.compatible import CompatibleEngine
+from polynya.engines.routes import Route
 from polynya.node.trajectory import trajectory_of
 from polynya.schema import BuilderSpec
 
@@ -22,12 +23,16 @@ def reworded(message: dict[str, Any]) -> dict[str, Any]:
     return {"role": "assistant", "content": [{"type": "text", "text": (message["content"] or "").strip()}]}
 
 
-@pytest.mark.parametrize("continuation", [True, False])
-async def test_twelve_turns_are_one_row_with_continuation(make_rig: Any, continuation: bool) -> None:
+@pytest.mark.parametrize(
+    ("continuation", "route"), [(True, Route.CHAT), (True, Route.GENERATE), (True, Route.COMPLETIONS), (False, None)]
+)
+async def test_twelve_turns_are_one_row_with_continuation(
+    make_rig: Any, continuation: bool, route: Route | None
+) -> None:
     url = os.environ.get("POLYNYA_TEST_VLLM_URL")
     if not url:
         pytest.fail("POLYNYA_TEST_VLLM_URL is not set: run scripts/vllm_cpu.sh and export what it prints")
-    engine = create_engine(url, timeout=120)
+    engine = CompatibleEngine(url, token_route=route)
     try:
         rig = await make_rig(engine=engine, continuation=continuation)
         agent = await rig.open()
@@ -52,3 +57,5 @@ async def test_twelve_turns_are_one_row_with_continuation(make_rig: Any, continu
     for call in calls:
         assert np.array_equal(row.input_ids[: call.total_len], call.full_ids)
     assert int(row.loss_mask.sum()) == trajectory.ledger.captured
+    told = {span.version for call in calls for span in call.policy_spans}
+    assert len(told) == 1 and None not in told

@@ -243,3 +243,19 @@ def test_parent_that_capture_proved_is_taken_and_an_excluded_one_is_passed_over(
     built = build([one, bad, last], session_id="s", builder="prefix_merging")
     assert built.parents == {"c": "a"}
     assert built.traces[0].loss_mask.tolist() == [0, 1, 0, 0, 0, 1]
+
+
+def test_what_a_builder_of_a_third_party_puts_into_no_row_is_excluded_by_that_name(call: MakeCall) -> None:
+    calls = [call("c0", [1], [10, 11]), call("c1", [1, 10, 11, 5], [12])]
+    built = build(calls, session_id="s", builder=lambda nodes: [[nodes[-1]]])
+    (row,) = built.traces
+    assert row.loss_mask.tolist() == [0, 0, 0, 0, 1]
+    assert built.exclusions == {"c0": Exclusion.LEFT_OUT}
+    assert (built.ledger.excluded, built.ledger.trained) == ({"left_out": 2}, 1)
+
+
+@pytest.mark.parametrize("orders", [[1, 0], [0, 2], [1, 2], [0, 0], []])
+def test_a_row_of_calls_that_do_not_follow_from_each_other_is_refused(call: MakeCall, orders: list[int]) -> None:
+    calls = [call("c0", [1], [10]), call("c1", [1, 10, 5], [11]), call("c2", [7], [12])]
+    with pytest.raises(CaptureError, match="no way down"):
+        build(calls, session_id="s", builder=lambda nodes: [[nodes[order] for order in orders]])

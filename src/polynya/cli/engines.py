@@ -53,6 +53,14 @@ ThinkingOption = Annotated[
         help="Where a user message makes the chat template drop earlier thinking: retain it as sampled, or split as the template does."
     ),
 ]
+TokenRouteOption = Annotated[
+    str | None,
+    typer.Option(
+        help="URL: how prompts of ids are given first: chat (beside the messages), generate (vLLM with --enable-scale-out; it "
+        "also says which weights sampled which token) or completions. Default: the first that works.",
+        show_default=False,
+    ),
+]
 _EMBEDDED_SLOTS = 2
 """Sessions that decode together on CPU: more only wait for each other."""
 
@@ -69,9 +77,15 @@ def continued(continuation: bool, thinking: Thinking, *, port: int = 0) -> Gatew
     )
 
 
-def make_engine(name: str, model: str | None, progress: Callable[[str], None], log: Path | None) -> MadeEngine:
+def make_engine(
+    name: str,
+    model: str | None,
+    progress: Callable[[str], None],
+    log: Path | None,
+    token_route: str | None = None,
+) -> MadeEngine:
     """Nothing is started yet. Raises ConfigError for a name that is none."""
-    engine = create_engine(name, model=model, progress=_download_progress(progress), log=log)
+    engine = create_engine(name, model=model, progress=_download_progress(progress), log=log, token_route=token_route)
     return MadeEngine(engine, _EMBEDDED_SLOTS if name == "embedded" else None)
 
 

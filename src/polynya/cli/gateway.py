@@ -17,6 +17,7 @@ from polynya.cli.engines import (
     ModelOption,
     Thinking,
     ThinkingOption,
+    TokenRouteOption,
     continued,
     make_engine,
 )
@@ -36,6 +37,7 @@ def gateway(
     builder: Annotated[str, typer.Option(help="per_request or prefix_merging.")] = "prefix_merging",
     continuation: ContinuationOption = True,
     thinking: ThinkingOption = Thinking.RETAIN,
+    token_route: TokenRouteOption = None,
     text_only: Annotated[bool, typer.Option(help="Accept an engine without token ids; nothing is trainable.")] = False,
 ) -> None:
     """Serve one session's model endpoint until SIGINT or SIGTERM, then build its traces into the run directory.
@@ -44,7 +46,13 @@ def gateway(
     at it, e.g. OPENAI_BASE_URL=<base_url>/v1 OPENAI_API_KEY=<session_key>.
     """
     with errors_said(True):
-        made = make_engine(engine, model, lambda line: err.print(line, style="dim"), log=run / "logs" / "engine.log")
+        made = make_engine(
+            engine,
+            model,
+            lambda line: err.print(line, style="dim"),
+            log=run / "logs" / "engine.log",
+            token_route=token_route,
+        )
         options = ManualOptions(
             out=run,
             settings=Settings(gateway=continued(continuation, thinking, port=port)),

@@ -21,6 +21,7 @@ from polynya.cli.engines import (
     ModelOption,
     Thinking,
     ThinkingOption,
+    TokenRouteOption,
     continued,
     make_engine,
 )
@@ -51,6 +52,7 @@ def run(
     ] = None,
     continuation: ContinuationOption = True,
     thinking: ThinkingOption = Thinking.RETAIN,
+    token_route: TokenRouteOption = None,
     text_only: Annotated[bool, typer.Option(help="Accept an engine without token ids; nothing is trainable.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print run.json as one object; progress goes to stderr.")
@@ -75,6 +77,7 @@ def run(
             model,
             path,
             gateway=continued(continuation, thinking),
+            token_route=token_route,
             resume=resume,
             concurrency=concurrency,
             text_only=text_only,
@@ -90,6 +93,7 @@ def execute(
     path: Path,
     *,
     gateway: GatewaySettings | None = None,
+    token_route: str | None = None,
     resume: bool = False,
     concurrency: int | None = None,
     text_only: bool = False,
@@ -98,7 +102,9 @@ def execute(
     """Run, show, and give the exit code. Raises PolynyaError."""
     live = err.is_terminal and not as_json
     with Display(err, live=live) as display:
-        made = make_engine(engine, model, display.on_progress, log=path / "logs" / "engine.log")
+        made = make_engine(
+            engine, model, display.on_progress, log=path / "logs" / "engine.log", token_route=token_route
+        )
         running = concurrency or made.concurrency or _DEFAULT_CONCURRENCY
         limits = NodeLimits(
             running=running, ready=max(2, running // 2), init=min(8, max(2, running)), postrun=min(8, max(2, running))

@@ -26,6 +26,7 @@ def create_engine(
     api_key: str | None = None,
     timeout: float | None = None,
     retries: int | None = None,
+    token_route: str | None = None,
     log: Path | None = None,
     progress: Any = None,
 ) -> Engine:
@@ -33,7 +34,8 @@ def create_engine(
 
     ``embedded`` (llama.cpp; ``model`` is a known name, a .gguf path or ``hf:…``), ``scripted`` (no model: for tests and load),
     or the base URL of an OpenAI-compatible server, with or without ``/v1``. ``timeout`` is seconds without a byte,
-    ``retries`` further tries of a call, ``log`` and ``progress`` are for the embedded engine. Raises ConfigError.
+    ``retries`` further tries of a call, ``token_route`` one of ``engines.routes.Route`` (for an address only), ``log`` and
+    ``progress`` are for the embedded engine. Raises ConfigError.
     """
     from polynya.engines.http import HttpSettings
 
@@ -44,8 +46,15 @@ def create_engine(
     )
     if name_or_url.startswith(("http://", "https://")):
         from polynya.engines.compatible import CompatibleEngine
+        from polynya.engines.routes import Route
 
-        return CompatibleEngine(name_or_url, model=model, api_key=api_key, http=http)
+        try:
+            route = None if token_route is None else Route(token_route)
+        except ValueError as exc:
+            raise ConfigError(f"token_route: {exc}", fix=f"use one of {', '.join(Route)}") from exc
+        return CompatibleEngine(name_or_url, model=model, api_key=api_key, http=http, token_route=route)
+    if token_route is not None:
+        raise ConfigError(f"token_route: {name_or_url} has one route only", fix="leave it out")
     if name_or_url == "embedded":
         from polynya.engines.llamacpp import LlamaCppEngine
 

@@ -114,7 +114,7 @@ class _Completed(msgspec.Struct):
     usage: _Counted = msgspec.field(default_factory=_Counted)
 
 
-class Caller(msgspec.Struct, frozen=True, kw_only=True):
+class Caller(msgspec.Struct, kw_only=True):
     """Who is asked, and what was found out about it."""
 
     http: EngineHttp
@@ -122,6 +122,8 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     stop_ids: Sequence[int] = ()
     window: int | None = None
+    reads_calls: bool | None = None
+    """Our parser reads the calls that the model's template prints; None: not looked at yet."""
 
     async def ask(self, request: EngineRequest, route: Route) -> EngineReply:
         """One reply. Raises EngineError; NotContinuable for a request that this route cannot carry."""
@@ -221,6 +223,8 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
         assert given is not None
         if chat.guided:
             raise NotContinuable("a forced tool or a response format cannot be asked of /v1/completions")
+        if chat.tools and not await self._reads_calls():
+            raise NotContinuable("tool calls of this model's template cannot be read from the text of /v1/completions")
         fields: dict[str, Any] = {"model": self.model, **self.flavour.sampling(request.sampling)}
         fields.pop(self.flavour.max_tokens_field, None)
         ids = given.ids
@@ -258,6 +262,20 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
             upstream_id=found.id,
             flags={**answer.flags, **flags},
         )
+
+    async def _reads_calls(self) -> bool:
+        """Else tools would come to nothing in silence."""
+        if self.reads_calls is None:
+            arguments = {"x": "zq"}
+            call = {"id": "zqCall001", "type": "function", "function": {"name": "zq_tool", "arguments": arguments}}
+            messages = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+            fields = {"model": self.model, "messages": messages, "add_generation_prompt": False}
+            answer = await self.http.post("/tokenize", msgspec.json.encode(fields))
+            ids = decode(answer.body, TokenIds, "/tokenize").tokens
+            text = await detokenize(self.http, self.flavour, self.model, ids)
+            found = toolparse.parse_calls(text, {"zq_tool"}).calls
+            self.reads_calls = len(found) == 1 and msgspec.json.decode(found[0].arguments) == arguments
+        return self.reads_calls
 
     async def _thinks(self, ids: Int32Array) -> bool:
         """Whether the prompt ends inside a thought."""
@@ -307,8 +325,6 @@ async def _works(caller: Caller, prompt: Int32Array, route: Route) -> bool:
     chat = ChatRequest(dialect="chat", model=caller.model, messages=[chat_message("user", text="Tell me a story.")])
     sampling = EffectiveSampling(max_tokens=1, seed=1)
     try:
-        if route is Route.COMPLETIONS and not await _reads_calls(caller):
-            return False
         reply = await caller.ask(EngineRequest(chat=chat, sampling=sampling, prompt=GivenIds(other)), route)
     except (EngineRejected, EngineProtocolError):
         return False
@@ -318,16 +334,3 @@ async def _works(caller: Caller, prompt: Int32Array, route: Route) -> bool:
         return False
     complete = reply.sampled_ids is not None and reply.logprobs is not None
     return complete and reply.prompt_ids is not None and np.array_equal(reply.prompt_ids, other)
-
-
-async def _reads_calls(caller: Caller) -> bool:
-    """Whether our parser reads the calls that the model's template prints: else tools would come to nothing in silence."""
-    arguments = {"x": "zq"}
-    call = {"id": "zqCall001", "type": "function", "function": {"name": "zq_tool", "arguments": arguments}}
-    messages = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    fields = {"model": caller.model, "messages": messages, "add_generation_prompt": False}
-    answer = await caller.http.post("/tokenize", msgspec.json.encode(fields))
-    ids = decode(answer.body, TokenIds, "/tokenize").tokens
-    text = await detokenize(caller.http, caller.flavour, caller.model, ids)
-    found = toolparse.parse_calls(text, {"zq_tool"}).calls
-    return len(found) == 1 and msgspec.json.decode(found[0].arguments) == arguments

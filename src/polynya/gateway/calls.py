@@ -27,13 +27,13 @@ from polynya.engines.base import EffectiveSampling, Engine, EngineReply, EngineR
 from polynya.errors import (
     CaptureError,
     ContextOverflow,
-    NotContinuable,
     DiskFull,
     EngineError,
     EngineProtocolError,
     EngineRejected,
     EngineTimeout,
     EngineUnavailable,
+    NotContinuable,
 )
 from polynya.gateway.aborts import generate_whole
 from polynya.gateway.continuation import Continuation, Continued, Place

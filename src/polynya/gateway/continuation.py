@@ -147,7 +147,8 @@ class Continuation:
         if found is None:
             return place
         refused = _refused(request.messages, found.tail_start, foreign=found.foreign)
-        if not refused and self._settings.thinking == "template" and found.call.call_id in session.thoughtful:
+        thinking = session.grant.sampling.thinking or self._settings.thinking
+        if not refused and thinking == "template" and found.call.call_id in session.thoughtful:
             # A user message makes the template leave out what the model thought before it.
             asks = any(message.role == "user" for message in request.messages[found.tail_start :])
             refused = "thinking_dropped" if asks else ""

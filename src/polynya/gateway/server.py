@@ -26,6 +26,7 @@ from polynya.gateway.app import GatewayApp
 from polynya.gateway.calls import Calls
 from polynya.gateway.protocol import GatewayProtocol
 from polynya.gateway.sessions import GatewaySession, Keyring, SessionGrant
+from polynya.schema import SamplingSpec
 
 _LAST_REPLIES_SECONDS = 5.0
 _CLOSING_STEPS = 4
@@ -123,6 +124,10 @@ class Gateway:
         """``retain``, ``template`` or ``off``, as ``Provenance`` has it."""
         on = self._calls is not None and self._calls.continues
         return self.settings.thinking if on else "off"
+
+    def continuation_of(self, sampling: SamplingSpec) -> str:
+        """The same for the sessions of a task, which may ask for its own."""
+        return self.continuation if self.continuation == "off" else sampling.thinking or self.continuation
 
     async def open_session(self, grant: SessionGrant) -> tuple[GatewaySession, str]:
         """A live session and its key. Raises CaptureError."""

@@ -220,7 +220,7 @@ class Job:
             harness_version=self.installed.version if self.installed else None,
             runtime=self.runtime_name,
             sampling=sampling,
-            continuation=self.deps.gateway.continuation,
+            continuation=self.deps.gateway.continuation_of(self.session.task.sampling),
         )
 
     def log_paths(self) -> dict[str, str]:

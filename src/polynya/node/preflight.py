@@ -10,12 +10,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from polynya import evaluators, harnesses, runtimes
-from polynya.errors import TaskFileError
+from polynya.errors import ConfigError, TaskFileError
 from polynya.harnesses.base import Progress
+from polynya.node import builders
 from polynya.runtimes.base import Check
 from polynya.runtimes.files import remove_tree
 from polynya.schema import TaskSpec
-from polynya.tokens import BUILDERS
 
 __all__ = ["Check", "checks", "preflight", "sweep", "validate"]
 
@@ -47,10 +47,10 @@ def validate(task: TaskSpec) -> None:
             f"{where}: callback {task.callback!r} needs the rollout server", fix="leave it out: results are in --out"
         )
     evaluators.validate_all(task.evaluator)
-    if task.builder.name not in BUILDERS:
-        raise TaskFileError(
-            f"{where}: builder.name {task.builder.name!r} is unknown", fix=f"use one of {', '.join(sorted(BUILDERS))}"
-        )
+    try:
+        builders.builder(task.builder.name)
+    except ConfigError as exc:
+        raise TaskFileError(f"{where}: {exc.message}", fix=exc.fix) from exc
 
 
 async def checks(cache: Path) -> dict[str, list[Check]]:

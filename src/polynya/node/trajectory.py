@@ -6,6 +6,7 @@ import msgspec
 
 from polynya.capture.calls import StoredCall
 from polynya.capture.store import SessionCapture
+from polynya.node.builders import builder as plan_of
 from polynya.schema import BuilderSpec, Call, Exclusion, Trajectory
 from polynya.tokens import Built, build
 
@@ -20,7 +21,7 @@ def trajectory_of(capture: SessionCapture, *, builder: BuilderSpec, vocab_size: 
     built = build(
         calls,
         session_id=capture.session_id,
-        builder=builder.name,
+        builder=plan_of(builder.name),
         vocab_size=vocab_size,
         extra_lanes=builder.extra_lanes,
     )

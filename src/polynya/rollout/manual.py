@@ -19,15 +19,15 @@ from polynya.capture.journal import Journal
 from polynya.capture.store import CaptureStore
 from polynya.config import Settings
 from polynya.engines.base import Engine
-from polynya.errors import CaptureError, ConfigError, EngineError, EngineNotTrainable
+from polynya.errors import CaptureError, EngineError, EngineNotTrainable
 from polynya.gateway.server import Gateway
 from polynya.gateway.sessions import GatewaySession, SessionGrant
+from polynya.node import builders
 from polynya.node.job import error_info
 from polynya.node.trajectory import trajectory_of
 from polynya.rollout.rundir import RunDir
 from polynya.rollout.summary import summarise
 from polynya.schema import BuilderSpec, Provenance, SamplingSpec, SessionResult, Status
-from polynya.tokens import BUILDERS
 
 _SESSION = "manual.0"
 
@@ -50,10 +50,7 @@ class ManualSession:
     """``open`` → the agent works → ``finish`` → ``close``. ``close`` alone leaves what was captured in the journal."""
 
     def __init__(self, engine: Engine, options: ManualOptions) -> None:
-        if options.builder not in BUILDERS:
-            raise ConfigError(
-                f"--builder: {options.builder!r} is unknown", fix=f"use one of {', '.join(sorted(BUILDERS))}"
-            )
+        builders.builder(options.builder)
         self._engine = engine
         self._options = options
         self._rundir = RunDir(options.out)

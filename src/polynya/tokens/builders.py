@@ -35,7 +35,10 @@ class Built(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Plan = Callable[[Sequence[Node]], list[list[Node]]]
-"""Which paths become rows, in order. A sampled span that an earlier row trained is context in a later one."""
+"""Which paths become rows, in order: each some nodes of one way from a root down, the last one is the row's end.
+
+A sampled span that an earlier row trained is context in a later one, and so is one whose node is left out of the path.
+"""
 
 
 def _a_row_per_call(nodes: Sequence[Node]) -> list[list[Node]]:
@@ -76,7 +79,7 @@ def build(
     calls: Sequence[CapturedCall],
     *,
     session_id: str,
-    builder: str,
+    builder: str | Plan,
     vocab_size: int | None = None,
     extra_lanes: Collection[str] = (),
 ) -> Built:
@@ -85,7 +88,7 @@ def build(
     Raises KeyError for an unknown builder, and CaptureError if an invariant of this module does not hold: such rows
     would be wrong numbers, so there are none.
     """
-    plan = BUILDERS[builder]
+    plan = BUILDERS[builder] if isinstance(builder, str) else builder
     exclusions = {call.call_id: reason for call in calls if (reason := exclusion_of(call, extra_lanes)) is not None}
     for call_id in rejected(calls):
         if exclusions.get(call_id, Exclusion.COMPACTION_LANE) == Exclusion.COMPACTION_LANE:
@@ -94,6 +97,11 @@ def build(
     trained: set[str] = set()
     traces = []
     for segment, path in enumerate(plan(nodes)):
+        if not _is_way(nodes, path):
+            raise CaptureError(
+                f"session {session_id}: the builder gave {[node.call.call_id for node in path]} for a row, which is no way down",
+                fix="a builder returns paths of nodes, each an ancestor of the next",
+            )
         trace = _row(path, trained, session_id=session_id, segment=segment)
         if problem := row_problem(trace, vocab_size):
             raise CaptureError(
@@ -101,6 +109,9 @@ def build(
                 fix="report this: capture let it in",
             )
         traces.append(trace)
+    for node in nodes:
+        if node.call.call_id not in trained:
+            exclusions[node.call.call_id] = Exclusion.LEFT_OUT
     parted = partings(nodes, calls)
     traces = _with_origins(traces, nodes, parted)
     breaks = {nodes[order].call.call_id: parting.cause for order, parting in parted.items()}
@@ -111,6 +122,14 @@ def build(
         )
     parents = {node.call.call_id: nodes[node.parent].call.call_id for node in nodes if node.parent is not None}
     return Built(traces=traces, ledger=ledger, exclusions=exclusions, parents=parents, breaks=breaks)
+
+
+def _is_way(nodes: Sequence[Node], path: Sequence[Node]) -> bool:
+    """Each node an ancestor of the next: then the last one's ids hold the spans of all."""
+    if not path:
+        return False
+    way = iter(path_to(nodes, path[-1].order))
+    return all(any(node is step for step in way) for node in path)
 
 
 def _row(path: Sequence[Node], trained: set[str], *, session_id: str, segment: int) -> Trace:
