@@ -94,6 +94,13 @@ class FamilyEngine:
     async def bridger(self) -> Bridger | None:
         return Bridger(self.desk)
 
+    @property
+    def token_route(self) -> str:
+        return "ids"
+
+    async def step_down(self, route: str) -> str:
+        raise AssertionError("it obeys its ids")
+
     async def health(self) -> None:
         return None
 

@@ -22,6 +22,7 @@ from polynya.config import GatewaySettings
 from polynya.dialects.base import Fault, WireError
 from polynya.dialects.neutral import ChatReply, ChatRequest, ReplyHead, Usage
 from polynya.dialects.openai_chat import assistant_message
+from polynya.dialects.responses_tools import read_back
 from polynya.dialects.wire import kept
 from polynya.engines.base import EffectiveSampling, Engine, EngineReply, EngineRequest
 from polynya.errors import (
@@ -192,7 +193,9 @@ class Calls:
             answer = Answer(reply=_with_usage(reply, prompt), head=self._head(call.call_id, request), call=call)
             end = _end_of(reply, prompt, answer.reply, request, self._engine.info.vocab_size)
             await self._commit(session, call, end)
-            place.commit(session, end.reply, call, thought=bool(reply.reply.reasoning))
+            place.commit(
+                session, _sent_back(request, answer.reply, end.reply), call, thought=bool(reply.reply.reasoning)
+            )
             session.made_good(call, start.messages)
             session.remember_calls(call, answer.reply)
             session.flags.update(reply.flags)
@@ -384,6 +387,12 @@ def _with_usage(reply: EngineReply, prompt: Placed | None) -> ChatReply:
             cached_tokens=usage.cached_tokens,
         )
     return msgspec.structs.replace(reply.reply, usage=usage)
+
+
+def _sent_back(request: ChatRequest, shown: ChatReply, message: bytes) -> bytes:
+    """The message of the history that the client makes of a reply."""
+    again = read_back(request, shown)
+    return message if again is shown else kept(assistant_message(again))
 
 
 def _end_of(
