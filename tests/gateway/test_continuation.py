@@ -99,7 +99,7 @@ async def test_engine_that_ignores_ids_is_noticed_once_and_not_given_any_again(m
     assert rig.gateway.continuation == "off"
 
 
-@pytest.mark.parametrize("status", [400, 403, 404])
+@pytest.mark.parametrize("status", [400, 403, 404, 422, 500, 501])
 async def test_engine_that_refuses_ids_is_asked_with_messages(make_rig: Any, status: int) -> None:
     rig = await make_rig(
         Script(sessions={"t.0": [_THINKS[0], Step(text="b", fault=Fault(kind="http_error", status=status, times=1))]})

@@ -25,6 +25,7 @@ from polynya.dialects.openai_chat import assistant_message
 from polynya.dialects.responses_tools import read_back
 from polynya.dialects.wire import kept
 from polynya.engines.base import EffectiveSampling, Engine, EngineReply, EngineRequest
+from polynya.engines.http import RETRY_STATUSES
 from polynya.errors import (
     CaptureError,
     ContextOverflow,
@@ -258,7 +259,9 @@ class Calls:
         try:
             given = msgspec.structs.replace(request, prompt=continued.given(session.capture))
             reply = await generate_whole(self._engine, given)
-        except EngineRejected as exc:
+        except EngineError as exc:
+            if not _of_the_ids(exc):
+                raise
             place.continued = None
             reply = await generate_whole(self._engine, request)
             if not isinstance(exc, ContextOverflow | NotContinuable):
@@ -387,6 +390,13 @@ def _with_usage(reply: EngineReply, prompt: Placed | None) -> ChatReply:
             cached_tokens=usage.cached_tokens,
         )
     return msgspec.structs.replace(reply.reply, usage=usage)
+
+
+def _of_the_ids(failure: EngineError) -> bool:
+    """The engine is there and did not take, or could not answer, this prompt of ids: as messages it may be served."""
+    if isinstance(failure, EngineUnavailable):
+        return failure.status is not None and failure.status not in RETRY_STATUSES
+    return isinstance(failure, EngineRejected | EngineProtocolError)
 
 
 def _sent_back(request: ChatRequest, shown: ChatReply, message: bytes) -> bytes:
