@@ -122,6 +122,20 @@ async def test_a_length_cut_closes_what_is_open(family: str) -> None:
     assert plain.ids.tolist() == [*by_prompt, close, *rest]
 
 
+@pytest.mark.parametrize("family", STOPS)
+async def test_a_reply_that_begins_with_the_end_of_a_thought_gets_no_other_one(family: str) -> None:
+    desk = await FamilyDesk(TEMPLATES[family]).learn()
+    special = desk.vocabulary.special
+    thought, opened, close = special["</think>"], special["<think>"], special[STOPS[family]]
+    prompt = await desk.encode_special(await desk.render([message("user", "u")], None, None))
+    sampled = [thought, *desk.plain.encode("half").ids, close]
+    found = await bridged(Bridger(desk), [*prompt, *sampled], [message("user", "Go on")], [])
+    assert found is not None and found.flags == {}
+    bridge = found.ids.tolist()
+    assert (bridge.count(thought), bridge.count(opened)) == (0, prompt.count(opened))
+    assert [*sampled, *bridge].count(thought) == 1
+
+
 async def test_the_kinds_of_stop() -> None:
     qwen, glm = await FamilyDesk(QWEN3).learn(), await FamilyDesk(GLM).learn()
     tail, calls = tail_of(["tool"], ["out"])

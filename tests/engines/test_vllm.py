@@ -10,7 +10,9 @@ import pytest
 import pytest_asyncio
 
 from polynya.engines import create_engine
+from polynya.engines.calls import chat_body
 from polynya.engines.compatible import CompatibleEngine
+from polynya.engines.flavours import VLLM
 from polynya.engines.routes import Route
 from polynya.errors import ContextOverflow, EngineRejected
 
@@ -189,3 +191,35 @@ async def test_the_other_routes_give_the_reply_that_the_chat_route_gives(
     assert two.logprobs is not None and np.allclose(one.logprobs, two.logprobs, atol=0.05)
     if route is Route.GENERATE:
         assert [(span.start, span.end) for span in two.policy_spans] == [(0, two.sampled_ids.size)]
+
+
+async def test_ids_of_a_whole_reply_are_those_that_a_stream_brings_piece_by_piece(
+    engine: CompatibleEngine,
+) -> None:
+    """The streamed ids of the same seed, put together, are those that we take from the whole reply."""
+    request = ask("Call a tool, then say hello.", tools=[BASH], max_tokens=48, seed=11)
+    whole = await engine.generate(request)
+    assert whole.sampled_ids is not None and whole.sampled_ids.size == whole.reply.usage.completion_tokens
+    fields = msgspec.json.decode(b"".join(chat_body(VLLM, engine.info.model, request)))
+    answer = await engine.http.post("/v1/chat/completions", msgspec.json.encode(fields | {"stream": True}))
+    events = [
+        msgspec.json.decode(line[6:])
+        for line in answer.body.split(b"\n")
+        if line.startswith(b"data: ") and b"[DONE]" not in line
+    ]
+    streamed = [token for event in events for choice in event["choices"] for token in choice.get("token_ids") or []]
+    assert streamed == whole.sampled_ids.tolist()
+
+
+async def test_the_probed_kind_of_logprobs_is_what_the_server_reports_at_another_temperature(
+    engine: CompatibleEngine,
+) -> None:
+    """Raw ones are those of temperature 1, whatever temperature sampled: scored again on the same ids."""
+    reply = await engine.generate(ask("Tell me a story", temperature=0.7, max_tokens=64, seed=3))
+    assert reply.prompt_ids is not None and reply.sampled_ids is not None and reply.logprobs is not None
+    ids = np.concatenate([reply.prompt_ids, reply.sampled_ids])
+    fields = {"model": engine.info.model, "prompt": ids.tolist(), "max_tokens": 1, "echo": True, "logprobs": 0}
+    answer = await engine.http.post("/v1/completions", msgspec.json.encode(fields))
+    scored = msgspec.json.decode(answer.body)["choices"][0]["logprobs"]["token_logprobs"][reply.prompt_ids.size :]
+    gaps = np.abs(np.array(scored[: reply.sampled_ids.size]) - reply.logprobs)
+    assert engine.info.logprob_kind == "raw" and float(gaps.mean()) < 0.1

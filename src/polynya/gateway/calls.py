@@ -24,6 +24,7 @@ from polynya.dialects.neutral import ChatReply, ChatRequest, ReplyHead, Usage
 from polynya.dialects.openai_chat import assistant_message
 from polynya.dialects.responses_tools import read_back
 from polynya.dialects.wire import kept
+from polynya.engines import toolparse
 from polynya.engines.base import EffectiveSampling, Engine, EngineReply, EngineRequest
 from polynya.engines.http import RETRY_STATUSES
 from polynya.errors import (
@@ -191,6 +192,8 @@ class Calls:
                 if not (isinstance(exc, CallFailed) and exc.error.fault == Fault.CONTEXT_OVERFLOW):
                     session.compactions.came_to_nothing(maker)
                 raise
+            if request.tools and not reply.reply.tool_calls and toolparse.holds_markup(reply.reply.text):
+                reply = msgspec.structs.replace(reply, flags={"unparsed_tool_markup": 1, **reply.flags})
             answer = Answer(reply=_with_usage(reply, prompt), head=self._head(call.call_id, request), call=call)
             end = _end_of(reply, prompt, answer.reply, request, self._engine.info.vocab_size)
             await self._commit(session, call, end)
