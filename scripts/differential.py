@@ -54,6 +54,8 @@ class Turn(msgspec.Struct):
     extends: None = None
     messages: list[bytes] = []
     reply: bytes = b"{}"
+    routed_experts: None = None
+    routed_experts_shape: list[int] = []
     messages_json: str = "[]"
     tools_json: str = "[]"
 

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+Int16Array = npt.NDArray[np.int16]
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
 UInt8Array = npt.NDArray[np.uint8]
@@ -307,6 +308,10 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     loss_mask: UInt8Array
     logprobs: Float32Array
     """Nats, as the engine gave them; 0.0 where the mask is 0."""
+    routed_experts: Int16Array | None = None
+    """``(len(input_ids) - 1, width)``: of a mixture of experts, those that each id went through; None: not known."""
+    routed_experts_shape: list[int] = []
+    """Of one row: ``[layers, experts a token]``; ``[]`` where the engine does not say."""
     prompt_len: int
     """Ids before the first sampled one."""
     policy_spans: list[PolicySpan]

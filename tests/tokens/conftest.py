@@ -43,6 +43,8 @@ class FakeCall:
         self.extends: FakeCall | None = None
         self.messages = messages or []
         self.reply = reply
+        self.routed_experts = None
+        self.routed_experts_shape: list[int] = []
         self.messages_json = "[]"
         self.tools_json = "[]"
 

@@ -14,7 +14,7 @@ import numpy as np
 from polynya.capture.journal import Written, read_back
 from polynya.capture.records import CallIntent, CallOutcome
 from polynya.errors import CaptureError
-from polynya.schema import Exclusion, Float32Array, Int32Array, Lane, PolicySpan
+from polynya.schema import Exclusion, Float32Array, Int16Array, Int32Array, Lane, PolicySpan
 from polynya.tokens.printed import reread
 
 EMPTY_IDS: Int32Array = np.zeros(0, dtype=np.int32)
@@ -32,6 +32,7 @@ class StoredCall:
         "_keep",
         "_logprobs",
         "_message_base",
+        "_routing",
         "_sampled",
         "_sampled_len",
         "_sampled_text",
@@ -58,6 +59,7 @@ class StoredCall:
         self._sampled_len = 0
         self._logprobs = EMPTY_LOGPROBS
         self._written: Written | None = None
+        self._routing: bytes | Written = b""
 
     def complete(
         self,
@@ -80,7 +82,8 @@ class StoredCall:
         if sampled_text is None:
             self._sampled = np.frombuffer(record.sampled, dtype="<i4")
         self._logprobs = np.frombuffer(record.logprobs, dtype="<f4")
-        self.outcome_record = msgspec.structs.replace(record, context=b"", sampled=b"", logprobs=b"")
+        self._routing = record.routing
+        self.outcome_record = msgspec.structs.replace(record, context=b"", sampled=b"", logprobs=b"", routing=b"")
         self.ended_at = record.at
         self._id_base = id_base
         self._keep = record.keep
@@ -89,6 +92,8 @@ class StoredCall:
         """The outcome is durable there: the logprobs, which no later call needs, are read from it when they are asked for."""
         if self._logprobs.size:
             self._logprobs, self._written = EMPTY_LOGPROBS, written
+        if self._routing:
+            self._routing = written
 
     def settle(self) -> None:
         """Read the printed ids and the logprobs once and for all: no call comes any more. Blocking. Raises CaptureError."""
@@ -154,14 +159,45 @@ class StoredCall:
         """Blocking while they lie in the journal. Raises CaptureError when they do not any more."""
         if self._written is None:
             return self._logprobs
-        record = read_back(self._written)
+        return np.frombuffer(self._read_back(self._written).logprobs, dtype="<f4")
+
+    def _read_back(self, written: Written) -> CallOutcome:
+        record = read_back(written)
         if not isinstance(record, CallOutcome) or record.call_id != self.call_id:
             raise CaptureError(
-                f"journal {self._written.segment}: another record than the outcome of {self.call_id} stands at "
-                f"{self._written.offset}",
+                f"journal {written.segment}: another record than the outcome of {self.call_id} stands at {written.offset}",
                 fix="leave a run's journal in its place",
             )
-        return np.frombuffer(record.logprobs, dtype="<f4")
+        return record
+
+    @property
+    def has_routing(self) -> bool:
+        return bool(self._routing)
+
+    @property
+    def routed_experts_shape(self) -> list[int]:
+        return self.outcome_record.routing_shape if self.outcome_record else []
+
+    @property
+    def routed_experts(self) -> Int16Array | None:
+        """Blocking; never held, since it is many times the ids. None also when a call that this one leans on has none.
+
+        Raises CaptureError as ``logprobs`` does.
+        """
+        rows = self.total_len - 1
+        parts: list[Int16Array] = []
+        call: StoredCall | None = self
+        while rows > 0:
+            if call is None or not call._routing or call.outcome_record is None:
+                return None
+            start = call.outcome_record.routing_from
+            if start < rows:
+                stored = call._routing if isinstance(call._routing, bytes) else call._read_back(call._routing).routing
+                flat = np.frombuffer(stored, dtype="<i2")
+                parts.append(flat.reshape(call.total_len - 1 - start, -1)[: rows - start])
+                rows = start
+            call = call._id_base
+        return np.concatenate(parts[::-1]) if len({part.shape[1] for part in parts}) == 1 else None
 
     @property
     def sampled_count(self) -> int:

@@ -61,6 +61,10 @@ class CallOutcome(msgspec.Struct, frozen=True, kw_only=True, tag_field="k", tag=
     context: bytes = b""
     sampled: bytes = b""
     logprobs: bytes = b""
+    routing: bytes = b""
+    """Little-endian int16: a row for each id from ``routing_from`` on, the last sampled one has none."""
+    routing_from: int = 0
+    routing_shape: list[int] = []
     has_ids: bool = False
     usage: tuple[int, int] = (0, 0)
     """Prompt and completion tokens as the engine counts them."""

@@ -21,7 +21,7 @@ from polynya.capture.journal import Journal, JournalScan, Written, read_journal
 from polynya.capture.prompts import Leaf, Placed, place
 from polynya.capture.records import CallDelivered, CallIntent, CallOutcome, Record, SessionOpened, SessionSealed
 from polynya.errors import CaptureError
-from polynya.schema import Exclusion, Float32Array, Int32Array, Lane, PolicySpan
+from polynya.schema import Exclusion, Float32Array, Int16Array, Int32Array, Lane, PolicySpan
 from polynya.tokens.printed import print_ids
 
 _LEAVES = 4
@@ -57,6 +57,9 @@ class CallEnd(msgspec.Struct, frozen=True, kw_only=True):
     sampled_text: bytes = b""
     """``sampled_ids`` in canonical print; empty: not known."""
     logprobs: Float32Array | None = None
+    routing: Int16Array | None = None
+    """``(len(prompt) + len(sampled) - 1, width)``."""
+    routing_shape: list[int] = []
     usage: tuple[int, int] = (0, 0)
     policy_spans: list[PolicySpan] = []
     exclusion: Exclusion | None = None
@@ -204,6 +207,8 @@ class CaptureStore:
         has_ids = placed is not None and end.sampled_ids is not None
         base, keep = (placed.base, placed.keep) if placed is not None and has_ids else (None, 0)
         context = None if placed is None else placed.context
+        # The row of the base's last id came with this call.
+        routing_from = max(keep - 1, 0) if base is not None and base.has_routing else 0
         record = CallOutcome(
             session_id=capture.session_id,
             attempt=capture.attempt,
@@ -216,6 +221,9 @@ class CaptureStore:
             context=_bytes(context, "<i4"),
             sampled=_bytes(end.sampled_ids, "<i4"),
             logprobs=_bytes(end.logprobs, "<f4"),
+            routing=b"" if end.routing is None else end.routing[routing_from:].astype("<i2").tobytes(),
+            routing_from=routing_from,
+            routing_shape=end.routing_shape,
             has_ids=has_ids,
             usage=end.usage,
             policy_spans=end.policy_spans,

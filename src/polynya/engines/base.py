@@ -17,6 +17,7 @@ from polynya.engines.bridging import Bridger
 from polynya.errors import EngineProtocolError
 from polynya.schema import Float32Array, Int32Array, PolicySpan
 from polynya.tokens.printed import GivenIds, PrintedIds, read_ids
+from polynya.tokens.routing import Routing
 
 
 class EffectiveSampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,6 +94,8 @@ class EngineReply(msgspec.Struct, frozen=True, kw_only=True):
     """``sampled_ids`` in canonical print, where they came so."""
     logprobs: Float32Array | None
     """Nats, one per sampled id; NaN where the engine gave null."""
+    routing: Routing | None = None
+    """Of a mixture of experts, where the engine reports it."""
     finish_reason: str = "stop"
     """The engine's own word."""
     policy_spans: list[PolicySpan] = []

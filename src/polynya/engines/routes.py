@@ -28,6 +28,7 @@ from polynya.engines.wire import cut_prompt, read_chat
 from polynya.errors import EngineProtocolError, EngineRejected, EngineUnavailable, NotContinuable
 from polynya.schema import Float32Array, Int32Array, PolicySpan
 from polynya.tokens.printed import GivenIds, PrintedIds, listed
+from polynya.tokens.routing import read_routing
 
 _TAIL = 16
 """Of a prompt's ids, those that are looked at for an opened thought."""
@@ -69,6 +70,7 @@ class _GeneratedChoice(msgspec.Struct):
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     logprobs: _SampledLogprobs | None = None
+    routed_experts: msgspec.Raw = msgspec.Raw(b"null")
     weight_versions: list[_Weights] | None = None
 
 
@@ -105,6 +107,7 @@ class _CompletedChoice(msgspec.Struct):
     finish_reason: str | None = None
     token_ids: list[int] | None = None
     logprobs: _CompletedLogprobs | None = None
+    routed_experts: msgspec.Raw = msgspec.Raw(b"null")
     prompt_token_ids: list[int] | None = None
 
 
@@ -152,6 +155,7 @@ class Caller(msgspec.Struct, kw_only=True):
             prompt=prompt,
             sampled_ids=sampled,
             logprobs=_logprobs_of(choice, what),
+            routing=read_routing(bytes(choice.routed_experts)),
             finish_reason=choice.finish_reason or "stop",
             policy_spans=[
                 PolicySpan(None if span.version is None else str(span.version), span.start, span.end)
@@ -258,6 +262,7 @@ class Caller(msgspec.Struct, kw_only=True):
             prompt=prompt,
             sampled_ids=sampled,
             logprobs=None if logprobs is None else np.array(logprobs, dtype=np.float32),
+            routing=read_routing(bytes(done.routed_experts)),
             finish_reason=said,
             upstream_id=found.id,
             flags={**answer.flags, **flags},

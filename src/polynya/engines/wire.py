@@ -18,6 +18,7 @@ from polynya.engines.base import EngineReply
 from polynya.errors import EngineProtocolError
 from polynya.schema import Float32Array, Int32Array, PolicySpan
 from polynya.tokens.printed import PrintedIds, listed, read_printed
+from polynya.tokens.routing import Routing, read_routing
 
 THREAD_BYTES = 256 * 1024
 """Bodies above this are read off the event loop."""
@@ -53,6 +54,7 @@ class _Logprobs(msgspec.Struct):
 class _Meta(msgspec.Struct):
     output_token_logprobs: list[tuple[float | None, int, Any]] | None = None
     weight_version: str | None = None
+    routed_experts: msgspec.Raw = msgspec.Raw(b"null")
 
 
 class _Choice(msgspec.Struct):
@@ -62,6 +64,7 @@ class _Choice(msgspec.Struct):
     token_ids: msgspec.Raw = msgspec.Raw(b"null")
     response_token_ids: msgspec.Raw = msgspec.Raw(b"null")
     meta_info: _Meta | None = None
+    routed_experts: msgspec.Raw = msgspec.Raw(b"null")
 
 
 class _PromptDetails(msgspec.Struct):
@@ -170,6 +173,7 @@ def read_chat(body: bytes, what: str, prompt: PrintedIds | None = None) -> Engin
         sampled_ids=sampled,
         sampled_text=sampled_text,
         logprobs=_logprobs(choice),
+        routing=_routing(choice),
         finish_reason=said,
         policy_spans=spans,
         upstream_id=found.id,
@@ -258,6 +262,13 @@ def _named_ids(body: bytes, what: str) -> Int32Array | None:
     if not texts or len(digits) != len(texts) or not all(text.isascii() and text.isdigit() for text in digits):
         return None
     return listed([min(int(text[:12]), 2**31) for text in digits])
+
+
+def _routing(choice: _Choice) -> Routing | None:
+    for raw in (choice.routed_experts, choice.meta_info.routed_experts if choice.meta_info is not None else b"null"):
+        if bytes(raw) != b"null":
+            return read_routing(bytes(raw))
+    return None
 
 
 def _logprobs(choice: _Choice) -> Float32Array | None:

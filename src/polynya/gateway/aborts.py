@@ -80,6 +80,7 @@ def _joined(request: EngineRequest, first: EngineReply, rest: EngineReply) -> En
         prompt=first.prompt,
         sampled_ids=sampled,
         logprobs=logprobs,
+        routing=rest.routing,
         finish_reason=rest.finish_reason,
         policy_spans=_spans(first, 0) + _spans(rest, offset),
         upstream_id=rest.upstream_id,

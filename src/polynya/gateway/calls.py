@@ -44,6 +44,7 @@ from polynya.gateway.lanes import CompactionWatch, Maker
 from polynya.gateway.sampling import effective
 from polynya.gateway.sessions import FREE_FINAL_ANSWERS, GatewaySession
 from polynya.tokens.printed import PrintedIds
+from polynya.tokens.routing import aligned
 from polynya.tokens.validate import judge
 
 _BYTES_PER_TOKEN = 2
@@ -420,6 +421,11 @@ def _end_of(
         guided=request.guided and "guidance_not_enforced" not in reply.flags,
     )
     message: dict[str, Any] = assistant_message(shown)
+    routing, flags = None, reply.flags
+    if reply.routing is not None and prompt is not None and reply.sampled_ids is not None:
+        routing = aligned(reply.routing, prompt.length + len(reply.sampled_ids))
+        if routing is None:
+            flags = {**flags, "routing_misaligned": 1}
     return CallEnd(
         outcome="ok",
         finish_reason=reply.finish_reason,
@@ -427,6 +433,8 @@ def _end_of(
         sampled_ids=reply.sampled_ids,
         sampled_text=reply.sampled_text,
         logprobs=reply.logprobs,
+        routing=routing,
+        routing_shape=[] if routing is None or reply.routing is None else reply.routing.shape,
         usage=(shown.usage.prompt_tokens, shown.usage.completion_tokens),
         policy_spans=reply.policy_spans,
         exclusion=verdict.exclusion,
@@ -434,7 +442,7 @@ def _end_of(
         exclusion_detail=verdict.detail,
         reply=kept(message),
         upstream_id=reply.upstream_id,
-        flags=reply.flags,
+        flags=flags,
     )
 
 

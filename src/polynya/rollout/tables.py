@@ -24,6 +24,8 @@ TRACES = pa.schema(
         ("input_ids", pa.list_(pa.int32())),
         ("loss_mask", pa.list_(pa.uint8())),
         ("logprobs", pa.list_(pa.float32())),
+        ("routed_experts", pa.binary()),
+        ("routed_experts_shape", pa.list_(pa.int32())),
         ("prompt_len", pa.int32()),
         ("policy_spans", _SPANS),
         ("call_ids", pa.list_(pa.string())),
@@ -97,6 +99,8 @@ def _table(schema: pa.Schema, rows: Sequence[Any], fixed: dict[str, Any]) -> pa.
     columns = []
     for field in schema:
         values = [fixed[field.name] if field.name in fixed else getattr(row, field.name) for row in rows]
+        if field.type == pa.binary():
+            values = [None if value is None else value.astype("<i2").tobytes() for value in values]
         columns.append(_column(values, field.type))
     return pa.Table.from_arrays(columns, schema=schema)
 

@@ -153,6 +153,8 @@ def _row(path: Sequence[Node], trained: set[str], *, session_id: str, segment: i
         input_ids=ids,
         loss_mask=mask,
         logprobs=logprobs,
+        routed_experts=last.routed_experts,
+        routed_experts_shape=last.routed_experts_shape,
         prompt_len=path[0].prompt_len,
         policy_spans=spans,
         call_ids=[node.call.call_id for node in path],

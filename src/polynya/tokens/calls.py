@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from polynya.schema import Exclusion, Float32Array, Int32Array, Lane, PolicySpan
+from polynya.schema import Exclusion, Float32Array, Int16Array, Int32Array, Lane, PolicySpan
 
 
 class CapturedCall(Protocol):
@@ -65,6 +65,14 @@ class CapturedCall(Protocol):
 
     @property
     def logprobs(self) -> Float32Array: ...
+
+    @property
+    def routed_experts(self) -> Int16Array | None:
+        """``(len(prompt_ids) + len(sampled_ids) - 1, width)``; None: not known."""
+        ...
+
+    @property
+    def routed_experts_shape(self) -> list[int]: ...
 
     @property
     def finish_reason(self) -> str: ...
