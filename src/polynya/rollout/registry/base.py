@@ -328,7 +328,8 @@ class Registry(Protocol):
     async def claim(
         self, node: str, epoch: str, slots: int, now: float, lease: float, *, max_leased: int | None = None
     ) -> Claimed:
-        """Give up to ``slots`` sessions: highest priority first, then groups already begun, then the oldest task."""
+        """Give up to ``slots`` sessions: highest priority first, then the oldest task, so that groups already begun are ended
+        before others are begun."""
         ...
 
     async def renew(self, node: str, epoch: str, beat: int, held: list[Held], now: float, lease: float) -> Renewal:

@@ -6,11 +6,10 @@ wrong in it is RegistryUnavailable. Refuses a schema of another version.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from polynya.errors import PolynyaError, RegistryError, RegistryUnavailable
+from polynya.errors import PolynyaError, RegistryError, RegistryInUse, RegistryUnavailable
 from polynya.rollout.registry.ddl import COUNTERS, TABLES, VERSION
 
 P = ParamSpec("P")
@@ -77,9 +76,14 @@ def _run(db: Database, write: bool, operation: Callable[[], T]) -> T:
 
 
 def _recover(db: Database) -> None:
-    """A database that cannot even roll back says so at its next statement; the first error is the one to tell."""
-    with contextlib.suppress(PolynyaError, Busy):
+    """A database that cannot even roll back says so at its next statement; the first error is the one to tell. But one that
+    another server has taken over is never asked again."""
+    try:
         db.recover()
+    except RegistryInUse:
+        raise
+    except (PolynyaError, Busy):
+        return
 
 
 def prepare(db: Database) -> None:

@@ -11,8 +11,8 @@ TABLES = (
         priority BIGINT NOT NULL, num_samples BIGINT NOT NULL, retries BIGINT NOT NULL,
         max_concurrent BIGINT, early_stop BIGINT, callback TEXT,
         queued BIGINT NOT NULL, leased BIGINT NOT NULL, done BIGINT NOT NULL, scored BIGINT NOT NULL,
-        begun BIGINT NOT NULL, ready BIGINT NOT NULL, stop TEXT, ended BIGINT NOT NULL)""",
-    "CREATE INDEX IF NOT EXISTS tasks_ready ON tasks (priority DESC, begun DESC, seq) WHERE ready = 1",
+        ready BIGINT NOT NULL, stop TEXT, ended BIGINT NOT NULL)""",
+    "CREATE INDEX IF NOT EXISTS tasks_ready ON tasks (priority DESC, seq) WHERE ready = 1",
     """CREATE TABLE IF NOT EXISTS sessions (
         session_id TEXT PRIMARY KEY, task_id TEXT NOT NULL, sample_index BIGINT NOT NULL, state TEXT NOT NULL,
         attempt BIGINT NOT NULL, reported BIGINT NOT NULL, node TEXT, confirmed BIGINT NOT NULL,

@@ -75,7 +75,7 @@ def claim(
 def _from_next_task(db: Database, node: str, slots: int, until: float, specs: dict[str, TaskSpec]) -> list[Session]:
     found = db.execute(
         """SELECT task_id, queued, max_concurrent - leased FROM tasks WHERE ready = 1
-            ORDER BY priority DESC, begun DESC, seq LIMIT 1"""
+            ORDER BY priority DESC, seq LIMIT 1"""
     )
     if not found:
         return []

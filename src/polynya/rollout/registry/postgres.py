@@ -22,7 +22,7 @@ except ImportError as exc:
         f"registry: a postgresql:// URL needs psycopg ({exc})", fix="pip install 'polynya[postgres]'"
     ) from exc
 
-_LOCK = "SELECT pg_try_advisory_lock(hashtext('polynya registry'), hashtext(current_schema()))"
+_LOCK = "SELECT pg_advisory_lock(hashtext('polynya registry'), hashtext(current_schema()))"
 _BUSY = (errors.SerializationFailure, errors.DeadlockDetected, errors.LockNotAvailable)
 
 
@@ -39,19 +39,34 @@ class PostgresDatabase:
         connection: psycopg.Connection[Row] | None = None
         try:
             connection = psycopg.connect(self._url, autocommit=True, connect_timeout=self._connect_seconds)
-            if self._write and not connection.execute(_LOCK).fetchall()[0][0]:
-                connection.close()
-                raise RegistryInUse(
-                    "registry: another server has this database", fix="end that one, or name another database"
-                )
+            if self._write:
+                self._take_lock(connection)
             return connection
         except psycopg.Error as exc:
             if connection is not None:
                 connection.close()
             raise _translated(exc) from exc
 
+    def _take_lock(self, connection: psycopg.Connection[Row]) -> None:
+        """Waits a little: the connection of a server that just ended may linger."""
+        try:
+            connection.execute(f"SET lock_timeout = '{self._connect_seconds}s'")
+            connection.execute(_LOCK)
+            connection.execute("SET lock_timeout = 0")
+        except errors.LockNotAvailable as exc:
+            connection.close()
+            raise RegistryInUse(
+                "registry: another server has this database", fix="end that one, or name another database"
+            ) from exc
+
     def begin(self, write: bool) -> None:
-        self.execute("BEGIN" if write else "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+        try:
+            self.execute("BEGIN" if write else "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+        except RegistryUnavailable as exc:
+            if self._connection.closed:
+                # lost since the last operation: nothing was asked yet, so it can be asked of a new connection
+                raise Busy(exc.message) from exc
+            raise
 
     def commit(self) -> None:
         self.execute("COMMIT")

@@ -40,8 +40,8 @@ def submit(db: Database, task: TaskSpec, spec: str, max_queued: int | None, crea
     n = task.num_samples
     db.execute(
         """INSERT INTO tasks (task_id, seq, spec, created_at, priority, num_samples, retries, max_concurrent, early_stop,
-            callback, queued, leased, done, scored, begun, ready, stop, ended)
-            VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0, 0, 0, 0, 0, 0, NULL, 0)""",
+            callback, queued, leased, done, scored, ready, stop, ended)
+            VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0, 0, 0, 0, 0, NULL, 0)""",
         (
             task.task_id, bump(db, "tasks"), spec, created_at, task.priority, n, task.retries, task.max_concurrent,
             task.early_stop, task.callback,

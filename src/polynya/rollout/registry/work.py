@@ -61,10 +61,9 @@ def count(db: Database, task_id: str, *, queued: int = 0, leased: int = 0, done:
     """Move sessions between the states of a task and of all; the numbers are changes."""
     db.execute(
         """UPDATE tasks SET queued = queued + ?, leased = leased + ?, done = done + ?, scored = scored + ?,
-            begun = CASE WHEN ? > 0 THEN 1 ELSE begun END,
             ready = CASE WHEN queued + ? > 0 AND (max_concurrent IS NULL OR leased + ? < max_concurrent) THEN 1 ELSE 0 END
             WHERE task_id = ?""",
-        (queued, leased, done, scored, leased, queued, leased, task_id),
+        (queued, leased, done, scored, queued, leased, task_id),
     )
     db.execute(
         """UPDATE meta SET value = value + CASE name WHEN 'queued' THEN ? WHEN 'leased' THEN ? ELSE ? END
