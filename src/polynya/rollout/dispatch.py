@@ -72,6 +72,9 @@ class Metrics:
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True):
+    accepted: bool
+    """False: join again, with an epoch above ``epoch``."""
+    epoch: int
     terms: LeaseTerms
     policy: Policy
 
@@ -196,12 +199,15 @@ class Dispatcher:
 
     async def join(self, hello: NodeHello) -> Welcome:
         """A node registers. What an earlier epoch of it held waits again."""
-        self._taken_back(await self.registry.register(hello, self._clock(), self.settings.lease_seconds))
-        self._models[hello.node] = hello.model
-        self._health.pop(hello.node, None)
-        return Welcome(terms=self.terms, policy=self.policy(hello.model))
+        registered = await self.registry.register(hello, self._clock(), self.settings.lease_seconds)
+        if registered.accepted:
+            self._taken_back(registered.taken_back)
+            self._models[hello.node] = hello.model
+        return Welcome(
+            accepted=registered.accepted, epoch=registered.epoch, terms=self.terms, policy=self.policy(hello.model)
+        )
 
-    async def claim(self, node: str, epoch: str, slots: int) -> ClaimAnswer:
+    async def claim(self, node: str, epoch: int, slots: int) -> ClaimAnswer:
         """Up to ``slots`` sessions; none while the policy of the node is paused or the node has to prove itself."""
         self.metrics.claims += 1
         now, policy, health = self._clock(), self.policy(self._models.get(node, "")), self._health.get(node)
@@ -225,7 +231,7 @@ class Dispatcher:
             policy=policy,
         )
 
-    async def beat(self, node: str, epoch: str, number: int, held: list[Held]) -> BeatAnswer:
+    async def beat(self, node: str, epoch: int, number: int, held: list[Held]) -> BeatAnswer:
         """A heartbeat. Answers what the node still has, and what it must end."""
         self.metrics.renewals += 1
         lease = self.settings.lease_seconds
@@ -279,7 +285,7 @@ class Dispatcher:
     async def drain(self, node: str) -> bool:
         return await self.registry.drain(node)
 
-    async def leave(self, node: str, epoch: str | None = None) -> Expiry:
+    async def leave(self, node: str, epoch: int | None = None) -> Expiry:
         """A node ended, or is known to be dead."""
         return self._taken_back(await self.registry.leave(node, epoch))
 

@@ -45,13 +45,18 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeaseKeeper:
-    """For one epoch of a node. ``clock`` is monotonic and goes on while the machine sleeps (``CLOCK_BOOTTIME``)."""
+    """For one epoch of a node; once the server does not know it any more it holds nothing and takes nothing, so answers that come
+    late, to requests of an epoch that is over, do no harm.
+
+    ``clock`` is monotonic and goes on while the machine sleeps (``CLOCK_BOOTTIME``).
+    """
 
     def __init__(self, terms: LeaseTerms, clock: Callable[[], float]) -> None:
         self._terms = terms
         self._clock = clock
         self._until: dict[Held, float] = {}
-        self._finished: set[Held] = set()
+        self._finished: dict[Held, None] = {}
+        self._over = False
         self._beats = 0
         self._next_beat = clock() + terms.heartbeat_seconds
 
@@ -59,7 +64,7 @@ class LeaseKeeper:
         """Take over what a claim gave that was sent at ``asked_at``. Returns those that may be started; an answer that took
         too long gives none, and the server finds them unnamed and takes them back."""
         until = asked_at + self._terms.fence_seconds
-        if until <= self._clock():
+        if self._over or until <= self._clock():
             return []
         taken = list(sessions)
         self._until.update((Held(session.session_id, session.attempt), until) for session in taken)
@@ -74,10 +79,13 @@ class LeaseKeeper:
 
     def renewed(self, beat: Beat, renewal: Renewal) -> Orders:
         """The answer to a heartbeat, in whatever order answers come."""
+        if self._over:
+            return Orders()
         if not renewal.known:
-            return Orders(stop=self._drop(list(self._until)), rejoin=True)
+            return self.unknown()
         stop = self._drop(renewal.lost)
-        self._finished.difference_update(renewal.lost)
+        for lease in renewal.lost:
+            self._finished.pop(lease, None)
         if not renewal.stale:
             until = beat.sent_at + self._terms.fence_seconds
             for lease in beat.held:
@@ -86,16 +94,22 @@ class LeaseKeeper:
         running = [lease for lease in renewal.cancel if lease in self._until]
         return Orders(stop=stop, cancel=running, draining=renewal.draining)
 
+    def unknown(self) -> Orders:
+        """The server does not know this epoch (the answer to a heartbeat or a claim). ``rejoin`` is said once."""
+        first, self._over = not self._over, True
+        self._finished.clear()
+        return Orders(stop=self._drop(list(self._until)), rejoin=first)
+
     def finished(self, lease: Held) -> bool:
         """A session ended by itself. True: its result is to be reported. False: it was fenced or lost before."""
         if self._until.pop(lease, None) is None:
             return False
-        self._finished.add(lease)
+        self._finished[lease] = None
         return True
 
     def reported(self, lease: Held) -> None:
         """The server answered its result."""
-        self._finished.discard(lease)
+        self._finished.pop(lease, None)
 
     def fence(self) -> list[Held]:
         """Sessions to kill now, since nothing was renewed in time. They are not held any more."""

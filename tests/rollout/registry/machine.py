@@ -117,8 +117,8 @@ class RegistryMachine(RuleBasedStateMachine):
     def begin(self, fields: dict[str, Any]) -> None:
         """Something to do, and somebody who can: most histories without them are short of events."""
         self.submit("a", fields)
-        self.register("n1", False)
-        self.register("n2", False)
+        self.register("n1", "new")
+        self.register("n2", "new")
 
     # --- tasks
 
@@ -155,14 +155,14 @@ class RegistryMachine(RuleBasedStateMachine):
 
     # --- nodes
 
-    @rule(node=NODES, again=st.booleans())
-    def register(self, node: str, again: bool) -> None:
+    @rule(node=NODES, which=st.sampled_from(["new", "new", "same", "old"]))
+    def register(self, node: str, which: str) -> None:
         known = self.model.nodes.get(node)
-        if not again or known is None:
-            self.epochs += 1
-        epoch = known.epoch if again and known is not None else f"e{self.epochs}"
+        self.epochs += 1
+        epoch = self.epochs if which == "new" or known is None else max(1, known.epoch - (which == "old"))
         found = self.ask("register", hello(node, epoch), self.now, LEASE)
-        assert taken(found) == self.model.register(node, epoch, self.now)
+        wanted = self.model.register(node, epoch, self.now)
+        assert (found.accepted, found.epoch, taken(found.taken_back)) == wanted
 
     @rule(
         node=NODES, slots=st.integers(1, 5), max_leased=st.sampled_from([None, None, None, 1, 4]), old=st.integers(0, 9)
@@ -171,7 +171,7 @@ class RegistryMachine(RuleBasedStateMachine):
         live = [name for name, n in sorted(self.model.nodes.items()) if n.state == "live"]
         if live and old < 8:
             node = live[slots % len(live)]
-        epoch = "e-old" if old == 0 or node not in self.model.nodes else self.model.nodes[node].epoch
+        epoch = 99 if old == 0 or node not in self.model.nodes else self.model.nodes[node].epoch
         found = self.ask("claim", node, epoch, slots, self.now, LEASE, max_leased=max_leased)
         given = [(session.session_id, session.attempt) for session in found.sessions]
         assert (found.known, given, str(found.state)) == self.model.claim(node, epoch, slots, self.now, max_leased)
@@ -185,7 +185,7 @@ class RegistryMachine(RuleBasedStateMachine):
     def claim_and_confirm(self, node: str, slots: int) -> None:
         """What a node does that nothing befalls."""
         if node not in self.model.nodes or self.model.nodes[node].gone:
-            self.register(node, False)
+            self.register(node, "new")
         self.claim(node, slots, None, 9)
         for name in self.model.nodes:
             self.beat(name, self.held_by(name), late=False)

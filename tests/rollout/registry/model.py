@@ -56,7 +56,7 @@ class T:
 
 @dataclass
 class N:
-    epoch: str
+    epoch: int
     until: float
     beat: int = 0
     suspect: bool = False
@@ -165,16 +165,19 @@ class Model:
                 answer["requeued" if again else "ended"].append(s.id)
         return answer
 
-    def register(self, node: str, epoch: str, now: float) -> dict[str, list[str]]:
+    def register(self, node: str, epoch: int, now: float) -> tuple[bool, int, dict[str, list[str]]]:
         known = self.nodes.get(node)
-        if known is not None and known.epoch == epoch and not known.gone:
+        nothing: dict[str, list[str]] = {"gone": [], "requeued": [], "ended": []}
+        if known is not None and (epoch < known.epoch or (epoch == known.epoch and known.gone)):
+            return False, known.epoch, nothing
+        if known is not None and known.epoch == epoch:
             known.until, known.suspect = now + LEASE, False
-            return {"gone": [], "requeued": [], "ended": []}
-        answer = self._take_back([node] if known else [])
+            return True, epoch, nothing
+        answer = self._take_back([node] if known and not known.gone else [])
         self.nodes[node] = N(epoch, now + LEASE)
-        return answer
+        return True, epoch, answer
 
-    def claim(self, node: str, epoch: str, slots: int, now: float, max_leased: int | None) -> Any:
+    def claim(self, node: str, epoch: int, slots: int, now: float, max_leased: int | None) -> Any:
         n = self.nodes.get(node)
         if n is None or n.epoch != epoch or n.gone:
             return False, [], "gone"
@@ -197,7 +200,7 @@ class Model:
             n.until = max(n.until, now + LEASE)
         return True, given, "live"
 
-    def renew(self, node: str, epoch: str, beat: int, held: list[tuple[str, int]], now: float) -> dict[str, Any]:
+    def renew(self, node: str, epoch: int, beat: int, held: list[tuple[str, int]], now: float) -> dict[str, Any]:
         n = self.nodes.get(node)
         if n is None or n.epoch != epoch or n.gone:
             return {"known": False, "stale": False, "lost": held, "cancel": [], "dropped": [], "draining": False}
@@ -234,7 +237,7 @@ class Model:
             answer["requeued" if self._requeue(s, loss=False) else "ended"].append(s.id)
         return answer
 
-    def leave(self, node: str, epoch: str | None) -> dict[str, list[str]]:
+    def leave(self, node: str, epoch: int | None) -> dict[str, list[str]]:
         n = self.nodes.get(node)
         fits = n is not None and not n.gone and epoch in (None, n.epoch)
         return self._take_back([node] if fits else [])
@@ -271,7 +274,7 @@ class Model:
     def restart(self, now: float) -> None:
         for n in self.nodes.values():
             if not n.gone:
-                n.until, n.beat, n.suspect = now + LEASE, 0, False
+                n.until, n.suspect = now + LEASE, False
         for s in self.sessions.values():
             s.until = now + LEASE
         self.outbox = {key: None if due is None else now for key, due in self.outbox.items()}

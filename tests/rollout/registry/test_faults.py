@@ -75,10 +75,10 @@ def scene(registry: Direct) -> None:
     """A group of four: one has its result, one runs, one runs and was cancelled, one waits."""
     registry.start(0.0, LEASE)
     registry.submit(task("t", 4, early_stop=2, retries=1, callback="http://receiver/"))
-    registry.register(hello("n", "e"), 0.0, LEASE)
-    registry.register(hello("m", "e"), 0.0, LEASE)
-    leases = registry.claim("n", "e", 3, 0.0, LEASE).sessions
-    registry.renew("n", "e", 1, [Held(s.session_id, 1) for s in leases], 0.0, LEASE)
+    registry.register(hello("n", 1), 0.0, LEASE)
+    registry.register(hello("m", 1), 0.0, LEASE)
+    leases = registry.claim("n", 1, 3, 0.0, LEASE).sessions
+    registry.renew("n", 1, 1, [Held(s.session_id, 1) for s in leases], 0.0, LEASE)
     registry.complete(completion(leases[0]))
     registry.cancel_session("t.2")
 
@@ -89,13 +89,13 @@ def report(status: Status) -> Completion:
 
 OPERATIONS: dict[str, Callable[[Direct], Any]] = {
     "submit": lambda r: r.submit(task("u", 3)),
-    "claim": lambda r: r.claim("m", "e", 2, 0.0, LEASE),
+    "claim": lambda r: r.claim("m", 1, 2, 0.0, LEASE),
     "complete and stop the group early": lambda r: r.complete(report(Status.COMPLETED)),
     "complete with an infrastructure failure": lambda r: r.complete(report(Status.INFRA_ERROR)),
-    "renew": lambda r: r.renew("n", "e", 2, [Held("t.2", 1)], 1.0, LEASE),
+    "renew": lambda r: r.renew("n", 1, 2, [Held("t.2", 1)], 1.0, LEASE),
     "expire": lambda r: r.expire(LEASE),
     "cancel": lambda r: r.cancel_task("t"),
-    "register": lambda r: r.register(hello("n", "e2"), 0.0, LEASE),
+    "register": lambda r: r.register(hello("n", 2), 0.0, LEASE),
     "leave": lambda r: r.leave("n"),
     "suspect": lambda r: r.suspect("n", 1.0),
     "ack": lambda r: r.ack("t.0"),

@@ -63,7 +63,7 @@ def task(task_id: str = "t", num_samples: int = 1, **fields: Any) -> TaskSpec:
     )
 
 
-def hello(node: str = "n", epoch: str = "e", **fields: Any) -> NodeHello:
+def hello(node: str = "n", epoch: int = 1, **fields: Any) -> NodeHello:
     return NodeHello(node=node, epoch=epoch, capacity=8, **fields)
 
 

@@ -6,6 +6,8 @@ It decides nothing that needs a clock of its own or a network: the dispatcher dr
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from polynya.config import DispatchSettings
@@ -18,7 +20,11 @@ __all__ = ["InlineWorker", "Registry", "SqlRegistry", "ThreadWorker", "open_regi
 
 
 def open_registry(
-    where: str | Path, settings: DispatchSettings | None = None, *, workers: tuple[Worker, Worker] | None = None
+    where: str | Path,
+    settings: DispatchSettings | None = None,
+    *,
+    workers: tuple[Worker, Worker] | None = None,
+    wall: Callable[[], float] = time.time,
 ) -> Registry:
     """A registry in a SQLite file, or in PostgreSQL for a ``postgresql://`` URL. Nothing is opened before ``start``,
     which raises RegistryInUse, RegistryUnavailable or RegistryError (another schema version)."""
@@ -37,4 +43,5 @@ def open_registry(
         connect,
         workers=workers or (ThreadWorker("registry-write"), ThreadWorker("registry-read")),
         max_losses=(settings or DispatchSettings()).max_losses,
+        wall=wall,
     )

@@ -14,7 +14,7 @@ Nothing here reads a clock, opens a socket or decides who gets work.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import msgspec
 
@@ -113,8 +113,9 @@ class NodeHello(msgspec.Struct, frozen=True, kw_only=True):
     """What a node says when it joins."""
 
     node: str
-    epoch: str
-    """New for each life of the node: what it held in an earlier one is given to others."""
+    epoch: Annotated[int, msgspec.Meta(ge=1, lt=2**63)]
+    """Higher in each life of the node, e.g. nanoseconds of its wall clock: what it held in an earlier one is given to others,
+    and a request that an earlier one sent is known for what it is, whenever it arrives."""
     capacity: int
     model: str = ""
     """The policy that its engine serves; empty: the only one."""
@@ -122,9 +123,17 @@ class NodeHello(msgspec.Struct, frozen=True, kw_only=True):
     labels: dict[str, str] = {}
 
 
+class Registered(msgspec.Struct, frozen=True, kw_only=True):
+    accepted: bool
+    """False: ``epoch`` or a later one was there before. Come again with a higher one."""
+    epoch: int
+    """The highest that the node ever had."""
+    taken_back: Expiry
+
+
 class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     node: str
-    epoch: str
+    epoch: int
     state: NodeState
     capacity: int
     model: str
@@ -321,18 +330,18 @@ class Registry(Protocol):
         """Raises UnknownRecord."""
         ...
 
-    async def register(self, hello: NodeHello, now: float, lease: float) -> Expiry:
-        """A node joins, or comes back. Of an earlier epoch of it everything is lost."""
+    async def register(self, hello: NodeHello, now: float, lease: float) -> Registered:
+        """A node joins, or comes back. Of an earlier epoch of it everything is lost; the same one again is a repeated request."""
         ...
 
     async def claim(
-        self, node: str, epoch: str, slots: int, now: float, lease: float, *, max_leased: int | None = None
+        self, node: str, epoch: int, slots: int, now: float, lease: float, *, max_leased: int | None = None
     ) -> Claimed:
         """Give up to ``slots`` sessions: highest priority first, then the oldest task, so that groups already begun are ended
         before others are begun."""
         ...
 
-    async def renew(self, node: str, epoch: str, beat: int, held: list[Held], now: float, lease: float) -> Renewal:
+    async def renew(self, node: str, epoch: int, beat: int, held: list[Held], now: float, lease: float) -> Renewal:
         """A heartbeat. ``beat`` rises with each that the node makes; ``held`` is all that it has or has yet to report."""
         ...
 
@@ -352,7 +361,7 @@ class Registry(Protocol):
         """No more work for it. False: not known, or gone."""
         ...
 
-    async def leave(self, node: str, epoch: str | None = None) -> Expiry:
+    async def leave(self, node: str, epoch: int | None = None) -> Expiry:
         """A node ended, or is known to be dead: what it had waits again. ``epoch`` None: whichever it is."""
         ...
 

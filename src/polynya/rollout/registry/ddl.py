@@ -31,7 +31,7 @@ TABLES = (
         delivery_id TEXT PRIMARY KEY, url TEXT NOT NULL, due DOUBLE PRECISION, tries BIGINT NOT NULL, error TEXT NOT NULL)""",
     "CREATE INDEX IF NOT EXISTS outbox_due ON outbox (due) WHERE due IS NOT NULL",
     """CREATE TABLE IF NOT EXISTS nodes (
-        node TEXT PRIMARY KEY, epoch TEXT NOT NULL, capacity BIGINT NOT NULL, model TEXT NOT NULL, url TEXT NOT NULL,
+        node TEXT PRIMARY KEY, epoch BIGINT NOT NULL, capacity BIGINT NOT NULL, model TEXT NOT NULL, url TEXT NOT NULL,
         labels TEXT NOT NULL, lease_until DOUBLE PRECISION NOT NULL, beat BIGINT NOT NULL,
         suspect BIGINT NOT NULL, draining BIGINT NOT NULL, gone BIGINT NOT NULL)""",
     "CREATE TABLE IF NOT EXISTS policies (model TEXT PRIMARY KEY, version TEXT, paused BIGINT NOT NULL)",

@@ -19,6 +19,7 @@ from polynya.rollout.registry.base import (
     NodeState,
     NodeView,
     Policy,
+    Registered,
     Renewal,
     json_of,
 )
@@ -28,12 +29,14 @@ from polynya.schema import Session, TaskSpec
 _VIEW = "node, epoch, capacity, model, url, labels, lease_until, suspect, draining, gone"
 
 
-def register(db: Database, hello: NodeHello, until: float, max_losses: int) -> Expiry:
-    """The same epoch again is a repeated request, and takes nothing away."""
+def register(db: Database, hello: NodeHello, until: float, max_losses: int) -> Registered:
     known = db.execute("SELECT epoch, gone FROM nodes WHERE node = ?", (hello.node,))
-    same = bool(known) and known[0][0] == hello.epoch and not known[0][1]
-    lost = Expiry() if same or not known else _take_back(db, [hello.node], max_losses)
-    beat, draining = ("nodes.beat", "nodes.draining") if same else ("0", "0")
+    current, gone = known[0] if known else (0, 1)
+    if hello.epoch < current or (hello.epoch == current and gone):
+        return Registered(accepted=False, epoch=int(current), taken_back=Expiry())
+    again = hello.epoch == current
+    lost = _take_back(db, [hello.node], max_losses) if not gone and not again else Expiry()
+    beat, draining = ("nodes.beat", "nodes.draining") if again else ("0", "0")
     db.execute(
         f"""INSERT INTO nodes (node, epoch, capacity, model, url, labels, lease_until, beat, suspect, draining, gone)
             VALUES (?, ?, ?, ?, ?, ?, ?, 0, 0, 0, 0)
@@ -42,11 +45,11 @@ def register(db: Database, hello: NodeHello, until: float, max_losses: int) -> E
             suspect = 0, draining = {draining}, gone = 0""",
         (hello.node, hello.epoch, hello.capacity, hello.model, hello.url, json_of(hello.labels), until),
     )
-    return lost
+    return Registered(accepted=True, epoch=hello.epoch, taken_back=lost)
 
 
 def claim(
-    db: Database, node: str, epoch: str, slots: int, until: float, max_leased: int | None, specs: dict[str, TaskSpec]
+    db: Database, node: str, epoch: int, slots: int, until: float, max_leased: int | None, specs: dict[str, TaskSpec]
 ) -> Claimed:
     """``specs`` keeps decoded tasks from claim to claim."""
     found = db.execute("SELECT epoch, gone, draining, suspect FROM nodes WHERE node = ?", (node,))
@@ -100,7 +103,7 @@ def _from_next_task(db: Database, node: str, slots: int, until: float, specs: di
     ]
 
 
-def renew(db: Database, node: str, epoch: str, beat: int, held: list[Held], until: float, max_losses: int) -> Renewal:
+def renew(db: Database, node: str, epoch: int, beat: int, held: list[Held], until: float, max_losses: int) -> Renewal:
     """A heartbeat that was overtaken by a later one renews nothing and takes nothing away."""
     found = db.execute("SELECT epoch, gone, draining, beat FROM nodes WHERE node = ?", (node,))
     if not found or found[0][0] != epoch or found[0][1]:
@@ -163,7 +166,7 @@ def _take_back(db: Database, nodes: list[str], max_losses: int) -> Expiry:
     return Expiry(gone=list(nodes), requeued=requeued, ended=ended)
 
 
-def leave(db: Database, node: str, epoch: str | None, max_losses: int) -> Expiry:
+def leave(db: Database, node: str, epoch: int | None, max_losses: int) -> Expiry:
     found = db.execute("SELECT epoch FROM nodes WHERE node = ? AND gone = 0", (node,))
     if not found or epoch not in (None, found[0][0]):
         return Expiry()
@@ -196,7 +199,7 @@ def _view(row: tuple[Any, ...], leased: int) -> NodeView:
     states = [(gone, NodeState.GONE), (draining, NodeState.DRAINING), (suspected, NodeState.SUSPECT)]
     return NodeView(
         node=node,
-        epoch=epoch,
+        epoch=int(epoch),
         state=next((state for flag, state in states if flag), NodeState.LIVE),
         capacity=int(capacity),
         model=model,

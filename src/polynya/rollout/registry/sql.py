@@ -30,6 +30,7 @@ from polynya.rollout.registry.base import (
     NodeView,
     Policy,
     Recovery,
+    Registered,
     Renewal,
     SessionView,
     Submitted,
@@ -152,17 +153,17 @@ class SqlRegistry:
     async def cancel_session(self, session_id: str) -> Cancelled:
         return await self._write(tasks.cancel_session, session_id)
 
-    async def register(self, hello: NodeHello, now: float, lease: float) -> Expiry:
+    async def register(self, hello: NodeHello, now: float, lease: float) -> Registered:
         return await self._write(nodes.register, hello, now + lease, self._max_losses)
 
     async def claim(
-        self, node: str, epoch: str, slots: int, now: float, lease: float, *, max_leased: int | None = None
+        self, node: str, epoch: int, slots: int, now: float, lease: float, *, max_leased: int | None = None
     ) -> Claimed:
         if len(self._specs) > _SPECS_KEPT:
             self._specs = {}
         return await self._write(nodes.claim, node, epoch, slots, now + lease, max_leased, self._specs)
 
-    async def renew(self, node: str, epoch: str, beat: int, held: list[Held], now: float, lease: float) -> Renewal:
+    async def renew(self, node: str, epoch: int, beat: int, held: list[Held], now: float, lease: float) -> Renewal:
         return await self._write(nodes.renew, node, epoch, beat, held, now + lease, self._max_losses)
 
     async def complete(self, completion: Completion) -> Completed:
@@ -177,7 +178,7 @@ class SqlRegistry:
     async def drain(self, node: str) -> bool:
         return await self._write(nodes.drain, node)
 
-    async def leave(self, node: str, epoch: str | None = None) -> Expiry:
+    async def leave(self, node: str, epoch: int | None = None) -> Expiry:
         return await self._write(nodes.leave, node, epoch, self._max_losses)
 
     async def nodes(self) -> list[NodeView]:
@@ -221,9 +222,7 @@ class SqlRegistry:
 
 def _resume(db: Database, now: float, until: float) -> Recovery:
     """Times of an earlier life mean nothing now: every lease gets one more lease time, every callback is due."""
-    found = db.execute(
-        "UPDATE nodes SET lease_until = ?, beat = 0, suspect = 0 WHERE gone = 0 RETURNING node", (until,)
-    )
+    found = db.execute("UPDATE nodes SET lease_until = ?, suspect = 0 WHERE gone = 0 RETURNING node", (until,))
     db.execute("UPDATE sessions SET lease_until = ? WHERE state = 'leased'", (until,))
     owed = db.execute("UPDATE outbox SET due = ? WHERE due IS NOT NULL RETURNING delivery_id", (now,))
     return Recovery(counts=tasks.counts(db), nodes=sorted(row[0] for row in found), callbacks=len(owed))
