@@ -45,6 +45,36 @@ class JournalSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     segment_bytes: int = 256 * 1024 * 1024
 
 
+class DispatchSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the rollout server gives out work. Times in seconds, each counted on one side's own monotonic clock."""
+
+    lease_seconds: Annotated[float, msgspec.Meta(gt=0)] = 10.0
+    """A node that renewed nothing for so long has lost its sessions."""
+    heartbeat_seconds: Annotated[float, msgspec.Meta(gt=0)] = 2.0
+    fence_seconds: Annotated[float, msgspec.Meta(gt=0)] = 8.0
+    """A node that could not renew for so long kills its sessions itself: before the lease ends, whatever the network does."""
+    suspect_seconds: Annotated[float, msgspec.Meta(gt=0)] = 2.5
+    """What is left of the lease of a node at which somebody saw an error, until it renews."""
+    max_queued: Annotated[int, msgspec.Meta(ge=1)] = 100_000
+    """Sessions that may wait; with more no new task is let in."""
+    max_leased: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    """Sessions that may be with nodes at a time, all together."""
+    max_losses: Annotated[int, msgspec.Meta(ge=0)] = 5
+    """Nodes that a session may lose before it is taken for their cause and ends as ``infra_error``."""
+    probe_seconds: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    """A node whose last session failed for infrastructure gets one session at a time, this long after it, twice as long after the next."""
+    probe_max_seconds: Annotated[float, msgspec.Meta(gt=0)] = 60.0
+    callback_seconds: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    """Wait after the first failure of a callback; doubled after each further one."""
+    callback_max_seconds: Annotated[float, msgspec.Meta(gt=0)] = 300.0
+    callback_tries: Annotated[int, msgspec.Meta(ge=1)] = 50
+    """After so many failures a callback is given up; its result can still be pulled."""
+
+    def __post_init__(self) -> None:
+        if not self.heartbeat_seconds < self.fence_seconds < self.lease_seconds:
+            raise ValueError("heartbeat_seconds < fence_seconds < lease_seconds must hold")
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     gateway: GatewaySettings = GatewaySettings()
     journal: JournalSettings = JournalSettings()

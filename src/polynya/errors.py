@@ -3,6 +3,8 @@
     PolynyaError
       x UsageError                 somebody asked for something that cannot be: task file, option, run directory
         - TaskFileError · ConfigError · RunDirError
+        - TaskConflict             the task id stands for another task
+        - UnknownRecord            no task, session, node or delivery of this id
       x EngineError                the inference server
         - EngineUnavailable        no answer, 5xx, 429            retryable, infrastructure
         - EngineTimeout            no answer in time              retryable, infrastructure
@@ -21,6 +23,10 @@
       x EvaluatorError             the grader could not give a verdict  infrastructure
       x GatewayError               the proxy
         - PortInUse
+      x RegistryError              the store of tasks and results
+        - RegistryUnavailable      busy, no space, gone              retryable, infrastructure
+        - RegistryInUse            another server has it
+        - QueueFull                more is waiting than is let in    retryable
       x StageTimeout               a stage spent its budget
       x SessionCancelled
 
@@ -71,6 +77,14 @@ class ConfigError(UsageError):
 
 class RunDirError(UsageError):
     """The run directory cannot be created, written, resumed or read."""
+
+
+class TaskConflict(UsageError):
+    """A task id was given before, for another task."""
+
+
+class UnknownRecord(UsageError):
+    """The registry holds no task, session, node or delivery of this id."""
 
 
 class EngineError(PolynyaError):
@@ -177,6 +191,31 @@ class GatewayError(PolynyaError):
 
 class PortInUse(GatewayError):
     """The asked-for port is taken."""
+
+
+class RegistryError(PolynyaError):
+    boundary = "registry"
+
+
+class RegistryUnavailable(RegistryError):
+    """The database is busy, full, damaged or gone. Nothing of the operation was kept, or it may be asked for again as it is."""
+
+    retryable = True
+
+
+class RegistryInUse(RegistryError):
+    """Another server has this registry open."""
+
+
+class QueueFull(RegistryError):
+    """So many sessions wait that no further task is let in."""
+
+    retryable = True
+
+    def __init__(self, message: str, *, fix: str = "", retry_after: float = 1.0) -> None:
+        super().__init__(message, fix=fix)
+        self.retry_after = retry_after
+        """Seconds after which to ask again."""
 
 
 class StageTimeout(PolynyaError):

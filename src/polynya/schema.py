@@ -222,6 +222,12 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     budgets: Budgets = Budgets()
     retries: Annotated[int, msgspec.Meta(ge=0, le=10)] = 1
     """How often a session is run again after an infrastructure failure."""
+    priority: Annotated[int, msgspec.Meta(ge=-1_000_000, le=1_000_000)] = 0
+    """Sessions of a higher one are given out first."""
+    max_concurrent: PositiveInt | None = None
+    """How many sessions of this task may be with nodes at a time. None: no bound of its own."""
+    early_stop: PositiveInt | None = None
+    """When so many sessions of the group ended with a result (infrastructure failures do not count), the rest is cancelled."""
     callback: str | None = None
     metadata: dict[str, Any] = {}
 

@@ -28,6 +28,7 @@ from polynya.node import Node, NodeDeps, SessionEvent, SessionOutput
 from polynya.node.lag import LagMonitor
 from polynya.node.preflight import preflight, sweep
 from polynya.node.trajectory import lost_calls
+from polynya.rollout.retry import worth_a_retry
 from polynya.rollout.rundir import RunDir
 from polynya.rollout.summary import summarise
 from polynya.rollout.tasks import spec_digest
@@ -36,7 +37,6 @@ from polynya.tokens.ledger import lost, total
 
 FINISHED = frozenset(str(status) for status in Status if status not in (Status.INFRA_ERROR, Status.CANCELLED))
 """Statuses that ``--resume`` keeps; sessions with another one, or none, run."""
-_RETRIED_BOUNDARIES = {"capture", "engine", "runtime"}
 
 
 class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,7 +175,7 @@ class Runner:
             tries += 1
             if output.result.status == Status.INFRA_ERROR and await self._storage_failed():
                 return
-            if tries > session.task.retries or not _worth_a_retry(output.result) or self._stopping.is_set():
+            if tries > session.task.retries or not worth_a_retry(output.result) or self._stopping.is_set():
                 await self._commit(output, earlier)
                 return
             if handle.job is not None and handle.job.gateway_session is not None:
@@ -294,15 +294,6 @@ def _lost_rows(captures: Sequence[SessionCapture]) -> list[Call]:
 def _ids_in(output: SessionOutput) -> set[int]:
     traces = output.trajectory.traces if output.trajectory else []
     return {int(token) for trace in traces for token in np.unique(trace.input_ids)}
-
-
-def _worth_a_retry(result: SessionResult) -> bool:
-    error = result.error
-    return (
-        result.status == Status.INFRA_ERROR
-        and error is not None
-        and (error.retryable or error.boundary in _RETRIED_BOUNDARIES)
-    )
 
 
 def _task_entry(task: TaskSpec) -> dict[str, Any]:

@@ -21,6 +21,8 @@ from polynya.schema import TaskSpec
 _MERGED = ("runtime", "budgets", "sampling", "metadata")
 """Mappings whose defaults are merged key by key; other fields are replaced."""
 
+_SCHEDULING = ("priority", "max_concurrent", "early_stop")
+
 
 def load_tasks(paths: Iterable[Path]) -> list[TaskSpec]:
     """All tasks of all files, in order. Raises TaskFileError."""
@@ -41,8 +43,10 @@ def load_tasks(paths: Iterable[Path]) -> list[TaskSpec]:
 
 
 def spec_digest(task: TaskSpec) -> str:
-    """Changes when anything of the task does, except how many samples are asked for."""
-    bare = msgspec.structs.replace(task, num_samples=1)
+    """Changes when anything does that a session's result depends on: not how many there are, nor when they run."""
+    bare = msgspec.to_builtins(msgspec.structs.replace(task, num_samples=1))
+    for field in _SCHEDULING:
+        del bare[field]
     return hashlib.sha256(msgspec.json.encode(bare, order="sorted")).hexdigest()
 
 
