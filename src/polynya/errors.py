@@ -27,6 +27,8 @@
         - RegistryUnavailable      busy, no space, gone              retryable, infrastructure
         - RegistryInUse            another server has it
         - QueueFull                more is waiting than is let in    retryable
+      x ServerUnreachable          no answer of the rollout server       retryable, infrastructure
+      x ServerRefused              it said no
       x StageTimeout               a stage spent its budget
       x SessionCancelled
 
@@ -205,6 +207,23 @@ class RegistryUnavailable(RegistryError):
 
 class RegistryInUse(RegistryError):
     """Another server has this registry open."""
+
+
+class ServerUnreachable(PolynyaError):
+    """The rollout server gave no answer."""
+
+    boundary = "server"
+    retryable = True
+
+
+class ServerRefused(PolynyaError):
+    """The rollout server said no. ``status`` is its HTTP status."""
+
+    boundary = "server"
+
+    def __init__(self, message: str, *, fix: str = "", status: int = 400) -> None:
+        super().__init__(message, fix=fix)
+        self.status = status
 
 
 class QueueFull(RegistryError):

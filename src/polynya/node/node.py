@@ -63,7 +63,8 @@ class Node:
         self._deps = deps
         self._pools = Pools(limits)
         self._on_event = on_event
-        self.handles: dict[str, SessionHandle] = {}
+        self.handles: dict[tuple[str, int], SessionHandle] = {}
+        """By session id and attempt: an attempt may begin while an earlier one is still cleaned up."""
 
     @property
     def pools(self) -> Pools:
@@ -71,7 +72,7 @@ class Node:
 
     def submit(self, session: Session) -> SessionHandle:
         handle = SessionHandle(session)
-        self.handles[session.session_id] = handle
+        self.handles[session.session_id, session.attempt] = handle
         handle.task = asyncio.create_task(self._through(handle), name=f"session {session.session_id}")
         return handle
 
@@ -89,7 +90,7 @@ class Node:
             async with self._deps.spawner:
                 output = await way.go()
         finally:
-            self.handles.pop(handle.session.session_id, None)
+            self.handles.pop((handle.session.session_id, handle.session.attempt), None)
         self._stage(handle, Stage.DONE, output.result)
         return output
 

@@ -42,16 +42,21 @@ def read_rows(run: Path | str) -> Iterator[Row]:
     if not path.exists():
         raise RunDirError(f"{path} does not exist", fix="name a run directory in which a session has ended")
     with pq.ParquetFile(path) as file:
-        for group in range(file.num_row_groups):
-            for raw in file.read_row_group(group, columns=_COLUMNS).to_pylist():
-                yield Row(
-                    **{
-                        **raw,
-                        "input_ids": np.array(raw["input_ids"], dtype=np.int32),
-                        "loss_mask": np.array(raw["loss_mask"], dtype=np.uint8),
-                        "logprobs": np.array(raw["logprobs"], dtype=np.float32),
-                    }
-                )
+        yield from rows_of(file)
+
+
+def rows_of(file: pq.ParquetFile) -> Iterator[Row]:
+    """Rows of an open traces table. Reads one row group at a time."""
+    for group in range(file.num_row_groups):
+        for raw in file.read_row_group(group, columns=_COLUMNS).to_pylist():
+            yield Row(
+                **{
+                    **raw,
+                    "input_ids": np.array(raw["input_ids"], dtype=np.int32),
+                    "loss_mask": np.array(raw["loss_mask"], dtype=np.uint8),
+                    "logprobs": np.array(raw["logprobs"], dtype=np.float32),
+                }
+            )
 
 
 def read_groups(run: Path | str, *, scored_only: bool = True) -> Iterator[list[Row]]:

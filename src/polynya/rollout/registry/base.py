@@ -113,7 +113,7 @@ class NodeHello(msgspec.Struct, frozen=True, kw_only=True):
     """What a node says when it joins."""
 
     node: str
-    epoch: Annotated[int, msgspec.Meta(ge=1, lt=2**63)]
+    epoch: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
     """Higher in each life of the node, e.g. nanoseconds of its wall clock: what it held in an earlier one is given to others,
     and a request that an earlier one sent is known for what it is, whenever it arrives."""
     capacity: int
