@@ -63,7 +63,7 @@ async def test_engine_that_fails_gives_no_reward_and_is_retried_within_bounds(la
 
 async def test_tokens_of_a_retried_attempt_stand_in_the_ledger(lab: Lab) -> None:
     task, _ = lab.talk(sessions=1, calls=2)
-    script = Script(steps=[Step(text="first"), Step(text="last", fault=Fault(kind="http_error", status=500, times=1))])
+    script = Script(steps=[Step(text="first"), Step(text="last", fault=Fault(kind="http_error", status=503, times=1))])
     await lab.runner([msgspec.structs.replace(task, retries=1)], script).run()
     (result,) = read_results(lab.out)
     assert (result.status, result.attempt) == (Status.COMPLETED, 2)
