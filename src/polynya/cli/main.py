@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from polynya import __version__
-from polynya.cli import bench, demo, doctor, gateway, run, view
+from polynya.cli import bench, demo, doctor, gateway, run, serve, tasks_verbs, view
 
 app = typer.Typer(
     name="polynya",
@@ -39,6 +39,12 @@ def options(
 
 app.command("run")(run.run)
 app.command("gateway")(gateway.gateway)
+app.command("serve")(serve.serve)
+app.command("node")(serve.node)
+app.command("submit")(tasks_verbs.submit)
+app.command("status")(tasks_verbs.status)
+app.command("results")(tasks_verbs.results)
+app.command("cancel")(tasks_verbs.cancel)
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
 app.command("view")(view.view)
