@@ -63,6 +63,10 @@ def serve(
     archive: Annotated[
         Path | None, typer.Option(help="Folder of trajectories, shared with the nodes.", show_default=False)
     ] = None,
+    callback_host: Annotated[
+        list[str] | None,
+        typer.Option(help="A host that tasks may name for callbacks; may be given again.", show_default=False),
+    ] = None,
     no_node: Annotated[bool, typer.Option("--no-node", help="Server only; nodes join with `polynya node`.")] = False,
     name: NameOption = None,
     concurrency: ConcurrencyOption = None,
@@ -77,7 +81,15 @@ def serve(
     A first signal drains: what runs is ended and reported. A second one ends at once; the sessions run again at the next start.
     """
     with errors_said(True):
-        options = ServerOptions(state=state, host=host, port=port, registry=registry, archive=archive, public=public)
+        options = ServerOptions(
+            state=state,
+            host=host,
+            port=port,
+            registry=registry,
+            archive=archive,
+            public=public,
+            callback_hosts=frozenset(callback_host or []),
+        )
         node = _node_options(
             name, state / "node", archive or state / "archive", engine, concurrency, continuation, thinking, text_only
         )

@@ -14,7 +14,7 @@ import msgspec
 from starlette.responses import Response, StreamingResponse
 
 from polynya import __version__
-from polynya.errors import ConfigError, UnknownRecord
+from polynya.errors import ConfigError, PolynyaError, UnknownRecord
 from polynya.rollout.dispatch import Dispatcher
 from polynya.rollout.registry.base import (
     Cancelled,
@@ -29,7 +29,7 @@ from polynya.rollout.registry.base import (
 )
 from polynya.rollout.service.access import ADMINS, USERS
 from polynya.rollout.service.archive import TABLES, Archive
-from polynya.rollout.service.http import Asked, Endpoint, Handler, reply
+from polynya.rollout.service.http import Asked, Endpoint, Handler, refuse, reply
 from polynya.rollout.service.metrics import exposition
 from polynya.schema import SessionResult, TaskSpec
 
@@ -124,7 +124,10 @@ class UserApi:
         return {"status": "ok", "version": __version__}
 
     async def _submit(self, asked: Asked) -> Response:
-        self._validate(asked.body)
+        try:
+            self._validate(asked.body)
+        except PolynyaError as exc:
+            return refuse(400, exc.kind, exc.message, exc.fix)
         submitted = await self._dispatcher.submit(asked.body)
         return reply(submitted, 201 if submitted.created else 200)
 

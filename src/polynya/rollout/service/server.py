@@ -27,6 +27,7 @@ from polynya.rollout.registry.base import TokenKind
 from polynya.rollout.service.access import keep_tokens
 from polynya.rollout.service.api import UserApi
 from polynya.rollout.service.archive import Archive
+from polynya.rollout.service.callbacks import Callbacks, keep_secret
 from polynya.rollout.service.control import LocalControl
 from polynya.rollout.service.http import application
 from polynya.rollout.service.node_api import NodeApi
@@ -47,6 +48,8 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     dispatch: DispatchSettings = DispatchSettings()
     public: bool = False
     """Listening beyond loopback is meant."""
+    callback_hosts: frozenset[str] = frozenset()
+    """Where callbacks of tasks may go; empty: they are off."""
 
 
 class Address(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,7 +95,14 @@ async def serving(
         _log.info("goes on with %s", recovery.counts)
     try:
         tokens = await keep_tokens(registry, state)
-        api = UserApi(dispatcher, archive, validate)
+        callbacks = Callbacks(dispatcher, options.callback_hosts, keep_secret(state / "callback.secret"))
+
+        def check(task: TaskSpec) -> None:
+            if task.callback is not None:
+                callbacks.validate(task.callback)
+            validate(msgspec.structs.replace(task, callback=None))
+
+        api = UserApi(dispatcher, archive, check)
         app = application([*api.endpoints(), *NodeApi(dispatcher).endpoints()], registry)
         listener = _listen(options.host, options.port)
         host, port = listener.getsockname()[:2]
@@ -103,6 +113,7 @@ async def serving(
         web = _Web(config)
         served = asyncio.create_task(web.serve(sockets=[listener]), name="rollout server")
         ticking = asyncio.create_task(_tick(dispatcher), name="leases")
+        calling = asyncio.create_task(callbacks.run(), name="callbacks")
         address = state / "server.json"
         try:
             await web.ready.wait()
@@ -113,8 +124,9 @@ async def serving(
             address.unlink(missing_ok=True)
             api.close()
             ticking.cancel()
+            calling.cancel()
             web.should_exit = True
-            await asyncio.gather(ticking, served, return_exceptions=True)
+            await asyncio.gather(ticking, calling, served, return_exceptions=True)
     finally:
         await registry.close()
 
