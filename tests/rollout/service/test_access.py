@@ -42,7 +42,7 @@ USER_PATHS = [
     ("GET", "/metrics"),
 ]
 ADMIN_PATHS = [("POST", "/v1/nodes/n/drain")]
-NODE_PATHS = [("POST", f"/v1/node/{what}") for what in ("join", "claim", "beat", "complete", "leave")]
+NODE_PATHS = [("POST", f"/v1/node/{what}") for what in ("join", "claim", "beat", "complete", "leave", "attend")]
 OPENS = {
     TokenKind.USER: [*USER_PATHS],
     TokenKind.ADMIN: [*USER_PATHS, *ADMIN_PATHS],

@@ -27,6 +27,7 @@ T = TypeVar("T")
 _log = logging.getLogger("polynya.node")
 _CLAIM_WAIT = 20.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0
+_AWAY = 1.0
 
 
 class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,7 +98,12 @@ class NodeAgent:
         """One epoch: until the server does not know it any more, or until it is drained and empty."""
         workers = [
             asyncio.create_task(work(keeper), name=f"{name} of {self._settings.name}")
-            for name, work in (("beats", self._beats), ("claims", self._claims), ("fence", self._fences))
+            for name, work in (
+                ("beats", self._beats),
+                ("claims", self._claims),
+                ("fence", self._fences),
+                ("presence", self._attend),
+            )
         ]
         try:
             done, _ = await asyncio.wait(workers, return_when=asyncio.FIRST_COMPLETED)
@@ -143,6 +149,12 @@ class NodeAgent:
                 self._start(keeper, session)
             if not answer.sessions and answer.policy.paused:
                 await asyncio.sleep(answer.wait_seconds)
+
+    async def _attend(self, keeper: LeaseKeeper) -> None:
+        while True:
+            with contextlib.suppress(ServerUnreachable):
+                await self._control.attend(self._settings.name, self._epoch)
+            await asyncio.sleep(_AWAY)
 
     async def _fences(self, keeper: LeaseKeeper) -> None:
         while True:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Protocol
 
 from polynya.rollout.dispatch import BeatAnswer, ClaimAnswer, Dispatcher, Welcome
@@ -23,6 +24,11 @@ class Control(Protocol):
     async def complete(self, node: str, result: SessionResult, trajectory: str | None) -> Completed: ...
 
     async def leave(self, node: str, epoch: int) -> None: ...
+
+    async def attend(self, node: str, epoch: int) -> None:
+        """Be there, until cancelled. When this ends in any other way than by ``leave``, the server looks for the node at once,
+        and does not wait for its lease to run out. Raises ServerUnreachable when the server is gone."""
+        ...
 
     async def close(self) -> None: ...
 
@@ -47,6 +53,9 @@ class LocalControl:
 
     async def leave(self, node: str, epoch: int) -> None:
         await self._dispatcher.leave(node, epoch)
+
+    async def attend(self, node: str, epoch: int) -> None:
+        await asyncio.Event().wait()
 
     async def close(self) -> None:
         return None

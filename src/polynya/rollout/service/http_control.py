@@ -15,6 +15,7 @@ from polynya.schema import SessionResult
 
 T = TypeVar("T")
 _SECONDS = 5.0
+_SILENCE = 10.0
 _RETRIED = frozenset({429, 500, 502, 503, 504})
 
 
@@ -43,17 +44,38 @@ class HttpControl:
     async def leave(self, node: str, epoch: int) -> None:
         await self._ask("leave", LeaveAsk(node=node, epoch=epoch), dict[str, Any])
 
+    async def attend(self, node: str, epoch: int) -> None:
+        url = f"{self._url}/v1/node/attend"
+        timeout = aiohttp.ClientTimeout(total=None, sock_read=_SILENCE)
+        body = msgspec.json.encode(LeaveAsk(node=node, epoch=epoch))
+        try:
+            async with self._http().post(url, data=body, timeout=timeout, allow_redirects=False) as response:
+                while response.status == 200 and await response.content.readany():
+                    pass
+        except (aiohttp.ClientError, TimeoutError, OSError) as exc:
+            raise self._unreachable(url, exc) from exc
+        raise ServerUnreachable(f"the rollout server at {url} ended the answer", fix="see its log")
+
     async def close(self) -> None:
         if self._client is not None:
             await self._client.close()
             self._client = None
 
-    async def _ask(self, what: str, body: msgspec.Struct, answer: type[T], *, seconds: float = _SECONDS) -> T:
+    def _http(self) -> aiohttp.ClientSession:
         if self._client is None:
             self._client = aiohttp.ClientSession(headers={"authorization": f"Bearer {self._token}"})
+        return self._client
+
+    @staticmethod
+    def _unreachable(url: str, exc: BaseException) -> ServerUnreachable:
+        return ServerUnreachable(
+            f"the rollout server at {url} gives no answer: {type(exc).__name__}", fix="see whether it runs"
+        )
+
+    async def _ask(self, what: str, body: msgspec.Struct, answer: type[T], *, seconds: float = _SECONDS) -> T:
         url = f"{self._url}/v1/node/{what}"
         try:
-            async with self._client.post(
+            async with self._http().post(
                 url,
                 data=msgspec.json.encode(body),
                 headers={"content-type": "application/json"},
@@ -62,9 +84,7 @@ class HttpControl:
             ) as response:
                 text, status = await response.read(), response.status
         except (TimeoutError, aiohttp.ClientError, OSError) as exc:
-            raise ServerUnreachable(
-                f"the rollout server at {url} gives no answer: {type(exc).__name__}", fix="see whether it runs"
-            ) from exc
+            raise self._unreachable(url, exc) from exc
         if status in _RETRIED:
             raise ServerUnreachable(f"the rollout server at {url} answered {status}", fix="see its log")
         if status >= 300:

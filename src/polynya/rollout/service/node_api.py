@@ -5,9 +5,12 @@ Invariant: a token that names a node opens the requests of that node only.
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
+from starlette.responses import Response, StreamingResponse
 
 from polynya.rollout.dispatch import BeatAnswer, ClaimAnswer, Dispatcher, Welcome
 from polynya.rollout.registry.base import Completed, Held, NodeHello
@@ -17,6 +20,7 @@ from polynya.rollout.service.http import Asked, Endpoint, Handler, refuse
 from polynya.schema import SessionResult
 
 _LONGEST_WAIT = 30.0
+_ATTENDED = 2.0
 
 
 class ClaimAsk(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,6 +59,7 @@ class NodeApi:
             ("beat", self._beat, BeatAsk, BeatAnswer, "A heartbeat"),
             ("complete", self._complete, CompleteAsk, Completed, "How an attempt ended"),
             ("leave", self._leave, LeaveAsk, None, "A node ends"),
+            ("attend", self._attend, LeaveAsk, None, "A node is there while this answer goes on"),
         ]
         return [
             Endpoint(
@@ -87,6 +92,18 @@ class NodeApi:
     async def _leave(self, asked: Asked) -> dict[str, bool]:
         await self._dispatcher.leave(asked.body.node, asked.body.epoch)
         return {"left": True}
+
+    async def _attend(self, asked: Asked) -> Response:
+        return StreamingResponse(self._present(asked.body), media_type="text/plain")
+
+    async def _present(self, ask: LeaveAsk) -> AsyncIterator[bytes]:
+        """A process that dies closes its connections: its node is under suspicion then, and has to renew soon."""
+        try:
+            while True:
+                yield b"\n"
+                await asyncio.sleep(_ATTENDED)
+        finally:
+            await asyncio.shield(self._dispatcher.suspect(ask.node))
 
 
 def _of_its_own(handler: Handler) -> Handler:
