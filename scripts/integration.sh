@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Every harness CLI on the scripted engine; then tests and the demo's tasks against a real vLLM CPU server, with the same checks.
+# Every harness CLI on the scripted engine, the registry on PostgreSQL; then tests and the demo's tasks against a real vLLM CPU server, with the same checks.
 # Needs `polynya` and `python` of the development environment on PATH. Leaves nothing running.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-python -m pytest -m clis -q
+python -m pytest -m "clis or postgres" -q
 
 venv="${POLYNYA_VLLM_VENV:-.venv-vllm}"
 out="${1:-runs/integration-vllm}"
