@@ -14,9 +14,10 @@ from polynya.errors import QueueFull
 from polynya.rollout.dispatch import Bell, ClaimAnswer, Dispatcher
 from polynya.rollout.registry import InlineWorker, open_registry
 from polynya.rollout.registry.base import Held, Outcome
+from polynya.rollout.simulation.events import drive
 from polynya.schema import ErrorInfo, Session, Status
 
-from .registry.world import drive, hello, result_of, task
+from .registry.world import hello, result_of, task
 
 
 class Desk:

@@ -126,6 +126,13 @@ def test_orders_name_only_what_still_runs(keeper: LeaseKeeper, clock: Clock) -> 
     assert keeper.running == []
 
 
+def test_cancel_is_ordered_once_until_the_session_ends(keeper: LeaseKeeper, clock: Clock) -> None:
+    keeper.granted(sessions([A]), asked_at=clock.now)
+    asked = Renewal(known=True, cancel=[A])
+    assert [keeper.renewed(keeper.beat(), asked).cancel for _ in range(3)] == [[A], [], []]
+    assert keeper.running == [A]
+
+
 def test_lost_result_is_offered_no_more(keeper: LeaseKeeper, clock: Clock) -> None:
     keeper.granted(sessions([A]), asked_at=clock.now)
     keeper.finished(A)

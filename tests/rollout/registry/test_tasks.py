@@ -187,6 +187,19 @@ def test_claim_whose_answer_was_lost_costs_one_lease_time_and_is_no_loss(registr
     assert (registry.session("a.0").losses, registry.nodes()[0].state) == (0, NodeState.LIVE)
 
 
+def test_claim_whose_answer_was_lost_before_a_restart_costs_one_lease_time_after_it(fresh: Callable[[], str]) -> None:
+    place = fresh()
+    first = joined(direct(place, now=500.0))
+    first.submit(task("a"))
+    first.claim("n", 1, 1, 500.0, LEASE)
+    first.close()
+    second = direct(place, now=3.0)
+    second.renew("n", 1, 1, [], 9.0, LEASE)
+    assert second.expire(3.0 + LEASE - 0.1).requeued == []
+    assert second.expire(3.0 + LEASE).requeued == ["a.0"]
+    second.close()
+
+
 def test_session_that_loses_too_many_nodes_ends(fresh: Callable[[], str]) -> None:
     registry = direct(fresh(), max_losses=1)
     registry.submit(task("a"))

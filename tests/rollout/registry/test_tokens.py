@@ -10,8 +10,9 @@ import pytest
 
 from polynya.rollout.registry.base import Held, TokenKind, TokenRecord
 from polynya.rollout.registry.tokens import mint, verify
+from polynya.rollout.simulation.events import drive
 
-from .world import LEASE, Direct, completion, direct, drive, hello, task
+from .world import LEASE, Direct, completion, direct, hello, task
 
 PLAIN = [TokenKind.USER, TokenKind.NODE, TokenKind.ADMIN]
 

@@ -292,7 +292,8 @@ class Registry(Protocol):
     """Durable state of a rollout server. All methods may raise RegistryUnavailable; then they may be called again as they are."""
 
     async def start(self, now: float, lease: float) -> Recovery:
-        """Begin a life of the server at ``now`` of its clock: what was leased stays leased for one more ``lease``."""
+        """Begin a life of the server at ``now`` of its clock: what was leased stays leased for one more ``lease``. Nothing is
+        open when it fails, and it may be tried again. Raises RegistryInUse too, and RegistryError for another schema."""
         ...
 
     async def close(self) -> None: ...
