@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polynya.config import DispatchSettings
-from polynya.rollout.lease import LeaseKeeper, LeaseTerms
+from polynya.rollout.lease import LeaseKeeper, LeaseTerms, boot_clock
 from polynya.rollout.registry.base import Held, Renewal
 from polynya.schema import HarnessSpec, Session, TaskSpec
 
@@ -158,6 +159,12 @@ def test_heartbeats_are_due_at_their_distance(keeper: LeaseKeeper, clock: Clock)
     assert keeper.beat_in() == 0.0
     assert [keeper.beat().number, keeper.beat().number] == [1, 2]
     assert keeper.beat_in() == 2.0
+
+
+def test_clock_of_a_node_never_goes_back_and_is_ahead_of_the_monotonic_one() -> None:
+    before = time.clock_gettime(time.CLOCK_MONOTONIC)
+    times = [boot_clock() for _ in range(3)]
+    assert [before, *times] == sorted([before, *times])
 
 
 @given(st.lists(st.tuples(st.floats(0, 4), st.floats(0, 30), st.booleans()), max_size=12))

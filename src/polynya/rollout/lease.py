@@ -8,12 +8,18 @@ it is offered until it is answered, however long that takes.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 
 import msgspec
 
 from polynya.rollout.registry.base import Held, Renewal
 from polynya.schema import Session
+
+
+def boot_clock() -> float:
+    """Seconds that also pass while the machine sleeps: a node that was suspended knows on waking how old its leases are."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 class LeaseTerms(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,10 +54,10 @@ class LeaseKeeper:
     """For one epoch of a node; once the server does not know it any more it holds nothing and takes nothing, so answers that come
     late, to requests of an epoch that is over, do no harm.
 
-    ``clock`` is monotonic and goes on while the machine sleeps (``CLOCK_BOOTTIME``).
+    ``clock`` is monotonic and goes on while the machine sleeps.
     """
 
-    def __init__(self, terms: LeaseTerms, clock: Callable[[], float]) -> None:
+    def __init__(self, terms: LeaseTerms, clock: Callable[[], float] = boot_clock) -> None:
         self._terms = terms
         self._clock = clock
         self._until: dict[Held, float] = {}

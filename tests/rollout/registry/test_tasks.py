@@ -82,6 +82,13 @@ def test_field_case_76_task_is_found_at_once_and_its_result_until_it_is_acknowle
     assert [c.delivery_id for c in registry.callbacks(61.0)] == ["a.0", "a:end"]
 
 
+def test_error_of_a_callback_may_be_any_text(registry: Direct) -> None:
+    joined(registry).submit(task("a", callback="http://receiver/"))
+    registry.complete(completion(claim(registry)[0]))
+    registry.callback_failed("a.0", "\0 \ud800" + "x" * 10_000, 5.0)
+    assert [c.tries for c in registry.callbacks(9.0) if c.delivery_id == "a.0"] == [1]
+
+
 @pytest.mark.parametrize(
     "ask",
     [
