@@ -11,7 +11,7 @@ from polynya.rollout.simulation import Report, large, rough, simulate
 from polynya.rollout.simulation.node import SimulatedNode
 from polynya.rollout.simulation.world import World
 
-SEEDS = 100
+SEEDS = 60
 
 
 @pytest.fixture(scope="module")
