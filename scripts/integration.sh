@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Every harness CLI on the scripted engine; two of them for twelve turns on the embedded model, with continuation and without;
-# our rows beside those of other trainers; then tests and the demo's tasks against a real vLLM CPU server, with the same checks.
+# Every harness CLI on the scripted engine, the registry on PostgreSQL; two CLIs for twelve turns on the embedded model, with
+# continuation and without; our rows beside those of other trainers; then tests and the demo's tasks against a real vLLM CPU server, with the same checks.
 # Needs `polynya` and `python` of the development environment on PATH. Leaves nothing running.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-python -m pytest -m clis -q
+python -m pytest -m "clis or postgres" -q
 rm -rf runs/integration-turns
 python scripts/real_continuation.py --out runs/integration-turns
 bash scripts/differential.sh "${POLYNYA_DIFFERENTIAL_VENV:-.venv-differential}"

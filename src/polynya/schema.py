@@ -228,7 +228,8 @@ class TaskSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """How many sessions of this task may be with nodes at a time. None: no bound of its own."""
     early_stop: PositiveInt | None = None
     """When so many sessions of the group ended with a result (infrastructure failures do not count), the rest is cancelled."""
-    callback: str | None = None
+    callback: Annotated[str, msgspec.Meta(pattern=r"^https?://[^\s\x00-\x20]+$(?!\n)", max_length=2048)] | None = None
+    """Told each result and the end of the group, where the server allows its host."""
     metadata: dict[str, Any] = {}
 
 

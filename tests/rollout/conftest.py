@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,3 +57,13 @@ class Lab:
 @pytest.fixture
 def lab(tmp_path: Path) -> Lab:
     return Lab(tmp_path)
+
+
+IN_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
+"""For thousands of databases whose writes to a real disk show nothing."""
+
+
+@pytest.fixture(scope="session")
+def memory_folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir=IN_MEMORY) as folder:
+        yield Path(folder)

@@ -80,6 +80,7 @@ def test_defaults_are_those_of_the_documentation() -> None:
     found = task()
     assert (found.num_samples, found.retries, found.runtime.name, found.runtime.network) == (1, 1, None, "gateway-only")
     assert [spec.name for spec in found.evaluator] == ["completed"]
+    assert (found.priority, found.max_concurrent, found.early_stop, found.callback) == (0, None, None, None)
     assert (found.budgets.init, found.budgets.run, found.budgets.postrun) == (300, 900, 300)
 
 
@@ -119,6 +120,15 @@ def test_parsing_does_not_change_what_it_was_given() -> None:
         ({"evaluator": {"name": "x", "settings": 5}}, ["tasks.yaml.evaluator[0].settings: 5 is not a mapping"]),
         ({"evaluator": [{"name": "x"}, {"weight": 1}]}, ["tasks.yaml.evaluator[1]", "missing required field `name`"]),
         ({"evaluator": {"name": "x", "weight": -1}}, ["tasks.yaml.evaluator[0].weight", "(value -1)"]),
+        ({"priority": 1.5}, ["tasks.yaml.priority", "(value 1.5)"]),
+        ({"priority": 10**9}, ["tasks.yaml.priority", "(value 1000000000)"]),
+        ({"max_concurrent": 0}, ["tasks.yaml.max_concurrent", "(value 0)"]),
+        ({"early_stop": 0}, ["tasks.yaml.early_stop", "(value 0)"]),
+        ({"early_stop": 3, "num_samples": 2}, ["tasks.yaml.early_stop: 3 is more than num_samples (2)"]),
+        ({"callback": "ftp://x/"}, ["tasks.yaml.callback", "(value 'ftp://x/')"]),
+        ({"callback": "http://x/\0"}, ["tasks.yaml.callback"]),
+        ({"callback": "http://x/ y"}, ["tasks.yaml.callback"]),
+        ({"callback": "http://x/" + "y" * 2048}, ["tasks.yaml.callback"]),
         ({"metadata": {1: 2}}, ["tasks.yaml.metadata"]),
         ({"metadata": {"x": {(1, 2): 3}}}, ["tasks.yaml: cannot be written as JSON"]),
         ({"instruction": "\ud800"}, ["tasks.yaml: cannot be written as JSON", "surrogates"]),

@@ -166,7 +166,9 @@ async def test_second_run_into_one_directory_is_refused(lab: Lab) -> None:
         ({"evaluator": {"name": "no-such-grader"}}, Exception, "no-such-grader"),
         ({"evaluator": {"name": "command"}}, TaskFileError, "command"),
         ({"builder": "no-such-builder"}, TaskFileError, "no-such-builder"),
-        ({"callback": "http://x"}, TaskFileError, "callback"),
+        ({"callback": "http://x"}, TaskFileError, "callback 'http://x' needs the rollout server"),
+        ({"early_stop": 1}, TaskFileError, "early_stop 1 needs the rollout server"),
+        ({"max_concurrent": 1}, TaskFileError, "max_concurrent 1 needs the rollout server"),
     ],
 )
 async def test_what_can_never_run_is_refused_before_anything_is_written(

@@ -42,10 +42,6 @@ def validate(task: TaskSpec) -> None:
     """Raises PolynyaError naming task, field and value."""
     where = f"task {task.task_id}"
     harnesses.harness(task.harness.name).validate(task.harness)
-    if task.callback is not None:
-        raise TaskFileError(
-            f"{where}: callback {task.callback!r} needs the rollout server", fix="leave it out: results are in --out"
-        )
     evaluators.validate_all(task.evaluator)
     try:
         builders.builder(task.builder.name)

@@ -8,12 +8,18 @@ it is offered until it is answered, however long that takes.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 
 import msgspec
 
 from polynya.rollout.registry.base import Held, Renewal
 from polynya.schema import Session
+
+
+def boot_clock() -> float:
+    """Seconds that also pass while the machine sleeps: a node that was suspended knows on waking how old its leases are."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 class LeaseTerms(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +44,7 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
     stop: list[Held] = []
     """Not its own any more: kill, report nothing."""
     cancel: list[Held] = []
-    """End and report."""
+    """End and report. Each is said once."""
     rejoin: bool = False
     """Register again, as another epoch."""
     draining: bool = False
@@ -48,14 +54,15 @@ class LeaseKeeper:
     """For one epoch of a node; once the server does not know it any more it holds nothing and takes nothing, so answers that come
     late, to requests of an epoch that is over, do no harm.
 
-    ``clock`` is monotonic and goes on while the machine sleeps (``CLOCK_BOOTTIME``).
+    ``clock`` is monotonic and goes on while the machine sleeps.
     """
 
-    def __init__(self, terms: LeaseTerms, clock: Callable[[], float]) -> None:
+    def __init__(self, terms: LeaseTerms, clock: Callable[[], float] = boot_clock) -> None:
         self._terms = terms
         self._clock = clock
         self._until: dict[Held, float] = {}
         self._finished: dict[Held, None] = {}
+        self._cancelling: set[Held] = set()
         self._over = False
         self._beats = 0
         self._next_beat = clock() + terms.heartbeat_seconds
@@ -91,8 +98,9 @@ class LeaseKeeper:
             for lease in beat.held:
                 if lease in self._until:
                     self._until[lease] = max(self._until[lease], until)
-        running = [lease for lease in renewal.cancel if lease in self._until]
-        return Orders(stop=stop, cancel=running, draining=renewal.draining)
+        cancel = [lease for lease in renewal.cancel if lease in self._until and lease not in self._cancelling]
+        self._cancelling.update(cancel)
+        return Orders(stop=stop, cancel=cancel, draining=renewal.draining)
 
     def unknown(self) -> Orders:
         """The server does not know this epoch (the answer to a heartbeat or a claim). ``rejoin`` is said once."""
@@ -102,7 +110,7 @@ class LeaseKeeper:
 
     def finished(self, lease: Held) -> bool:
         """A session ended by itself. True: its result is to be reported. False: it was fenced or lost before."""
-        if self._until.pop(lease, None) is None:
+        if not self._drop([lease]):
             return False
         self._finished[lease] = None
         return True
@@ -133,4 +141,6 @@ class LeaseKeeper:
         return list(self._finished)
 
     def _drop(self, leases: Iterable[Held]) -> list[Held]:
-        return [lease for lease in leases if self._until.pop(lease, None) is not None]
+        dropped = [lease for lease in leases if self._until.pop(lease, None) is not None]
+        self._cancelling.difference_update(dropped)
+        return dropped

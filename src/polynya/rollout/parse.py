@@ -64,6 +64,11 @@ def parse_task(raw: Any, where: str) -> TaskSpec:
         raise TaskFileError(
             f"{where}: cannot be written as JSON: {exc}", fix="use texts, numbers, lists and mappings of them only"
         ) from exc
+    if spec.early_stop is not None and spec.early_stop > spec.num_samples:
+        raise TaskFileError(
+            f"{where}.early_stop: {spec.early_stop} is more than num_samples ({spec.num_samples})",
+            fix="leave it out, or make it smaller",
+        )
     return spec
 
 

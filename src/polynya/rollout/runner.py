@@ -31,7 +31,7 @@ from polynya.node.trajectory import lost_calls
 from polynya.rollout.retry import worth_a_retry
 from polynya.rollout.rundir import RunDir
 from polynya.rollout.summary import summarise
-from polynya.rollout.tasks import spec_digest
+from polynya.rollout.tasks import refuse_served, spec_digest
 from polynya.schema import Call, Session, SessionResult, Status, TaskSpec, session_id_of
 from polynya.tokens.ledger import lost, total
 
@@ -86,6 +86,7 @@ class Runner:
 
     async def run(self) -> dict[str, Any]:
         """Returns the summary that also stands in ``run.json``. Raises PolynyaError when the run could not begin or go on."""
+        refuse_served(self._tasks)
         await preflight(self._tasks, self._options.cache, self._hooks.on_progress)
         try:
             return await self._with_engine(await asyncio.to_thread(self._open))

@@ -42,6 +42,18 @@ def load_tasks(paths: Iterable[Path]) -> list[TaskSpec]:
     return list(tasks.values())
 
 
+def refuse_served(tasks: Iterable[TaskSpec]) -> None:
+    """A run of one process cannot do what these ask for, and does not act as if. Raises TaskFileError naming task and field."""
+    for task in tasks:
+        for field in ("callback", "early_stop", "max_concurrent"):
+            value = getattr(task, field)
+            if value is not None:
+                raise TaskFileError(
+                    f"task {task.task_id}: {field} {value!r} needs the rollout server",
+                    fix="leave it out: all sessions run, and their results are in --out",
+                )
+
+
 def spec_digest(task: TaskSpec) -> str:
     """Changes when anything does that a session's result depends on: not how many there are, nor when they run."""
     bare = msgspec.to_builtins(msgspec.structs.replace(task, num_samples=1))

@@ -15,6 +15,7 @@ from polynya.errors import TaskConflict
 from polynya.rollout.registry.base import Completion, Expiry, Held, Renewal
 from polynya.schema import Status
 
+from ..conftest import IN_MEMORY
 from .model import LEASE, Model
 from .world import Direct, direct, hello, result, task
 
@@ -50,7 +51,7 @@ class Backend:
 
 class SqliteBackend(Backend):
     def __init__(self) -> None:
-        self.folder = Path(tempfile.mkdtemp())
+        self.folder = Path(tempfile.mkdtemp(dir=IN_MEMORY))
         self.lives = 0
         self.registry = direct(self.folder / "0" / "r.db", max_losses=MAX_LOSSES)
 

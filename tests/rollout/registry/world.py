@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from polynya.config import DispatchSettings
 from polynya.rollout.registry import InlineWorker, Registry, SqlRegistry, open_registry
 from polynya.rollout.registry.base import Completion, NodeHello
 from polynya.rollout.registry.database import Database
+from polynya.rollout.simulation.events import drive
 from polynya.schema import ErrorInfo, HarnessSpec, Ledger, Provenance, Session, SessionResult, Status, TaskSpec
-
-T = TypeVar("T")
 
 LEASE = 10.0
 
@@ -21,16 +20,6 @@ LEASE = 10.0
 def size(ci: int, soak: int) -> int:
     """How much of something: ``make soak`` sets POLYNYA_SOAK."""
     return soak if os.environ.get("POLYNYA_SOAK") else ci
-
-
-def drive(work: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine that never waits."""
-    try:
-        work.send(None)
-    except StopIteration as done:
-        return done.value  # type: ignore[no-any-return]
-    work.close()
-    raise AssertionError("it waited")
 
 
 class Direct:

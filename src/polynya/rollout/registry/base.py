@@ -18,7 +18,10 @@ from typing import Annotated, Any, Protocol
 
 import msgspec
 
-from polynya.schema import ErrorInfo, Session, SessionResult, Status, TaskSpec
+from polynya.schema import ErrorInfo, Identifier, PositiveInt, Session, SessionResult, Status, TaskSpec
+
+PlainText = Annotated[str, msgspec.Meta(pattern=r"^[^\x00]*$", max_length=2048)]
+"""What both databases can hold in a column."""
 
 
 class SessionState(StrEnum):
@@ -112,15 +115,15 @@ class Held(msgspec.Struct, frozen=True, array_like=True):
 class NodeHello(msgspec.Struct, frozen=True, kw_only=True):
     """What a node says when it joins."""
 
-    node: str
+    node: Identifier
     epoch: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
     """Higher in each life of the node, e.g. nanoseconds of its wall clock: what it held in an earlier one is given to others,
     and a request that an earlier one sent is known for what it is, whenever it arrives."""
-    capacity: int
-    model: str = ""
+    capacity: PositiveInt
+    model: PlainText = ""
     """The policy that its engine serves; empty: the only one."""
-    url: str = ""
-    labels: dict[str, str] = {}
+    url: PlainText = ""
+    labels: dict[PlainText, PlainText] = {}
 
 
 class Registered(msgspec.Struct, frozen=True, kw_only=True):
@@ -173,7 +176,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     result: SessionResult
     retry: bool = False
     """An infrastructure failure that another attempt may not meet."""
-    trajectory: str | None = None
+    trajectory: PlainText | None = None
     """Where its rows are; a reference, never the rows."""
 
 
@@ -292,7 +295,8 @@ class Registry(Protocol):
     """Durable state of a rollout server. All methods may raise RegistryUnavailable; then they may be called again as they are."""
 
     async def start(self, now: float, lease: float) -> Recovery:
-        """Begin a life of the server at ``now`` of its clock: what was leased stays leased for one more ``lease``."""
+        """Begin a life of the server at ``now`` of its clock: what was leased stays leased for one more ``lease``. Nothing is
+        open when it fails, and it may be tried again. Raises RegistryInUse too, and RegistryError for another schema."""
         ...
 
     async def close(self) -> None: ...

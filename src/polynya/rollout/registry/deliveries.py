@@ -71,5 +71,5 @@ def callback_sent(db: Database, delivery_id: str) -> None:
 def callback_failed(db: Database, delivery_id: str, error: str, retry_at: float | None) -> None:
     db.execute(
         "UPDATE outbox SET tries = tries + 1, error = ?, due = ? WHERE delivery_id = ?",
-        (error[:500], retry_at, delivery_id),
+        (error.encode("utf-8", "replace").decode().replace("\0", "")[:500], retry_at, delivery_id),
     )

@@ -105,16 +105,25 @@ class SqlRegistry:
         def open_reader() -> None:
             self._reads = self._connect(False)
 
-        recovery = await self._writer.run(open_writer)
-        await self._reader.run(open_reader)
-        return recovery
+        try:
+            recovery = await self._writer.run(open_writer)
+            await self._reader.run(open_reader)
+            return recovery
+        except BaseException:
+            await self._disconnect()
+            raise
 
     async def close(self) -> None:
-        for worker, db in ((self._reader, self._reads), (self._writer, self._db)):
-            if db is not None:
-                await worker.run(db.close)
-            worker.close()
-        self._db = self._reads = None
+        await self._disconnect()
+        self._reader.close()
+        self._writer.close()
+
+    async def _disconnect(self) -> None:
+        db, reads, self._db, self._reads = self._db, self._reads, None, None
+        if reads is not None:
+            await self._reader.run(reads.close)
+        if db is not None:
+            await self._writer.run(db.close)
 
     async def _write(self, operation: Callable[Concatenate[Database, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         db = self._db

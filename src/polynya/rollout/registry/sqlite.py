@@ -31,7 +31,7 @@ class SqliteDatabase:
     def __init__(self, path: Path, write: bool, *, busy_seconds: float = 5.0) -> None:
         self._path = path
         self._busy_seconds = busy_seconds
-        self._lock = _lock(path) if write else None
+        self._lock = _claim_file(path) if write else None
         try:
             self._connection = self._open()
         except RegistryUnavailable:
@@ -113,11 +113,13 @@ class SqliteDatabase:
         return RegistryUnavailable(f"registry {self._path}: {exc} ({exc.sqlite_errorname})", fix=fix)
 
 
-def _lock(path: Path) -> int:
-    """Held by the open file, so it ends with the process, however that ends."""
+def _claim_file(path: Path) -> int:
+    """Make it, for its owner's eyes only, and lock it; the lock is the open file's, so it ends with the process, however that ends."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = os.open(path.with_name(path.name + ".lock"), flags, 0o600)
+        os.close(os.open(path, flags, 0o600))
     except OSError as exc:
         raise RegistryUnavailable(
             f"registry {path}: {exc.strerror}", fix="check its folder and who may write there"

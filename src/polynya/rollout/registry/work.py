@@ -31,6 +31,9 @@ from polynya.tokens.ledger import lost, total
 
 _COLUMNS = "session_id, task_id, sample_index, state, attempt, reported, node, failures, losses, cancelled, lost_tokens, lost_calls"
 
+_AT_ONCE = -1e300
+"""Due whatever the clock says."""
+
 
 class Row(msgspec.Struct, frozen=True):
     """A session, as it stands in the database."""
@@ -169,8 +172,8 @@ def _deliver(
     )
     db.execute(
         """INSERT INTO outbox (delivery_id, url, due, tries, error)
-            SELECT ?, callback, 0, 0, '' FROM tasks WHERE task_id = ? AND callback IS NOT NULL""",
-        (delivery_id, task_id),
+            SELECT ?, callback, CAST(? AS DOUBLE PRECISION), 0, '' FROM tasks WHERE task_id = ? AND callback IS NOT NULL""",
+        (delivery_id, _AT_ONCE, task_id),
     )
 
 

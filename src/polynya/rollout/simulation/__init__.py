@@ -5,6 +5,7 @@ product imports this; it replaces the network, the time and the work of a node, 
 """
 
 from polynya.rollout.simulation.plan import Faults, Plan, Report
+from polynya.rollout.simulation.plans import large, rough
 from polynya.rollout.simulation.world import simulate
 
-__all__ = ["Faults", "Plan", "Report", "simulate"]
+__all__ = ["Faults", "Plan", "Report", "large", "rough", "simulate"]

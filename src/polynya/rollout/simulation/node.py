@@ -23,7 +23,7 @@ class Surroundings(Protocol):
 
     events: Events
 
-    def send(self, call: Call[T], answered: Callable[[T], None]) -> None:
+    def send(self, node: SimulatedNode, call: Call[T], answered: Callable[[T], None]) -> None:
         """Ask the server; ``answered`` is called never, once or twice, some time later."""
         ...
 
@@ -43,6 +43,8 @@ class SimulatedNode:
         self.slowness = slowness
         self.alive = False
         self.frozen_until = 0.0
+        self.cut_until = 0.0
+        """No message comes or goes before."""
         self.runs: dict[Held, SessionResult] = {}
         self._world = world
         self._clock_offset = clock_offset
@@ -116,7 +118,9 @@ class SimulatedNode:
 
         process = self._process
         # an answer of an earlier epoch still reaches the process: the lease keeper has to cope
-        self._world.send(call, lambda answer: self._later(0.0, lambda: take(answer), lambda: process == self._process))
+        self._world.send(
+            self, call, lambda answer: self._later(0.0, lambda: take(answer), lambda: process == self._process)
+        )
         if failed is not None:
             self._after(_TIMEOUT, give_up)
 

@@ -19,6 +19,9 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True):
     freeze_seconds: float = 40.0
     kill_every: float = 0.0
     down_seconds: float = 30.0
+    cut_every: float = 0.0
+    """The node is cut off: it runs, and nothing reaches it or the server from it."""
+    cut_seconds: float = 40.0
     server_every: float = 0.0
     """Mean time between two deaths of the server."""
     server_down_seconds: float = 12.0
@@ -82,7 +85,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     faults: dict[str, int]
     """What befell it: kills, freezes, …"""
     utilisation: float
-    """Of the slots of living nodes, while sessions waited that had never begun; 0 to 1."""
+    """Of the slots of living nodes, while sessions waited that had never begun; 0 to 1. Means little where tasks are cancelled."""
     wait: Spread
     """From submission to the first start."""
     redispatch: Spread

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -69,7 +70,7 @@ class Server:
 
 
 class World:
-    def __init__(self, plan: Plan, seed: int, path: Path) -> None:
+    def __init__(self, plan: Plan, seed: int, path: Path, *, node_type: type[SimulatedNode] = SimulatedNode) -> None:
         self.plan = plan
         self.events = Events()
         self.rng = random.Random(seed)
@@ -84,11 +85,10 @@ class World:
         self._running: dict[str, list[SimulatedNode]] = {}
         self._to_submit = plan.tasks
         self._busy = self._alive = self._done = 0
-        self._waiting = False
         self._area = self._capacity_area = self._measured_at = 0.0
         slow = round(plan.nodes * plan.faults.slow_nodes)
         self.nodes = [
-            SimulatedNode(
+            node_type(
                 self, f"n{i}", plan.slots, plan.faults.slow_factor if i < slow else 1.0, self.rng.uniform(-1e5, 1e5)
             )
             for i in range(plan.nodes)
@@ -96,21 +96,24 @@ class World:
 
     # --- what nodes need
 
-    def send(self, call: Callable[[Dispatcher], Coroutine[Any, Any, T]], answered: Callable[[T], None]) -> None:
-        faults, rng = self.plan.faults, self.rng
-        copies = 1 + (rng.random() < faults.duplicate)
-
+    def send(
+        self,
+        node: SimulatedNode,
+        call: Callable[[Dispatcher], Coroutine[Any, Any, T]],
+        answered: Callable[[T], None],
+    ) -> None:
         def arrive() -> None:
-            dispatcher = self.server.dispatcher
-            if dispatcher is None:
-                return
-            answer = drive(call(dispatcher))
-            if rng.random() >= faults.drop:
-                self.events.after(self._latency(), lambda: answered(answer))
+            if self.server.dispatcher is not None:
+                answer = drive(call(self.server.dispatcher))
+                self._carry(node, lambda: answered(answer))
 
-        for _ in range(copies):
-            if rng.random() >= faults.drop:
-                self.events.after(self._latency(), arrive)
+        for _ in range(1 + (self.rng.random() < self.plan.faults.duplicate)):
+            self._carry(node, arrive)
+
+    def _carry(self, node: SimulatedNode, arrived: Callable[[], None]) -> None:
+        """One message, either way."""
+        if self.events.now >= node.cut_until and self.rng.random() >= self.plan.faults.drop:
+            self.events.after(self._latency(), arrived)
 
     def _latency(self) -> float:
         late = self.rng.random() < self.plan.faults.late
@@ -156,9 +159,9 @@ class World:
             self._orphaned[lease.session_id] = self.events.now
 
     def _measure(self) -> None:
-        """Slot-seconds used and there, while something waits."""
+        """Slot-seconds used and there, while something waits that never began."""
         now = self.events.now
-        if self._waiting:
+        if len(self._begun) < len(self.submitted):
             self._area += self._busy * (now - self._measured_at)
             self._capacity_area += self._alive * self.plan.slots * (now - self._measured_at)
         self._measured_at = now
@@ -171,9 +174,11 @@ class World:
         for i in range(plan.tasks):
             self._submit_at(i, plan.arrival_seconds * i / plan.tasks)
         for node in self.nodes:
-            events.after(self.rng.uniform(0.0, 2.0), lambda node=node: self._up(node))  # type: ignore[misc]
-            self._now_and_then(faults.freeze_every, lambda node=node: self._freeze(node))  # type: ignore[misc]
-            self._now_and_then(faults.kill_every, lambda node=node: self._kill(node))  # type: ignore[misc]
+            events.after(self.rng.uniform(0.0, 2.0), partial(self._up, node))
+            for every, what in (
+                (faults.freeze_every, self._freeze), (faults.kill_every, self._kill), (faults.cut_every, self._cut)
+            ):  # fmt: skip
+                self._now_and_then(every, partial(what, node))
         self._now_and_then(faults.server_every, self._server_dies)
         self._now_and_then(60.0 if faults.clock_jump else 0.0, self._clock_jumps)
         self._tick()
@@ -185,8 +190,7 @@ class World:
         if self.server.dispatcher is not None:
             drive(self.server.dispatcher.tick())
             counts = drive(self.server.dispatcher.registry.counts())
-            self._measure()
-            self._done, self._waiting = counts.done, counts.queued > 0
+            self._done = counts.done
         self.events.after(_TICK, self._tick)
 
     def _over(self) -> bool:
@@ -243,6 +247,11 @@ class World:
             self._measure()
             self._alive -= 1
             self.events.after(self.rng.expovariate(1.0 / self.plan.faults.down_seconds), lambda: self._up(node))
+
+    def _cut(self, node: SimulatedNode) -> None:
+        if node.alive:
+            self.happened["cut off"] += 1
+            node.cut_until = self.events.now + self.rng.uniform(0.0, self.plan.faults.cut_seconds)
 
     def _freeze(self, node: SimulatedNode) -> None:
         if node.alive and not node.frozen:
