@@ -72,9 +72,9 @@ def prompts(agent: Any) -> list[list[int]]:
 
 
 def unnamed(events: Any) -> Any:
-    """Without the ids that differ between any two replies."""
+    """Without the ids and times that differ between any two replies."""
     if isinstance(events, dict):
-        return {key: unnamed(value) for key, value in events.items() if key not in ("id", "item_id")}
+        return {key: unnamed(value) for key, value in events.items() if key not in ("id", "item_id", "created_at")}
     return [unnamed(event) for event in events] if isinstance(events, list) else events
 
 
