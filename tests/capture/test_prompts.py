@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polynya.capture.calls import StoredCall
-from polynya.capture.journal import Journal
+from polynya.capture.journal import Journal, read_journal
 from polynya.capture.prompts import place
+from polynya.capture.records import CallOutcome
 from polynya.capture.store import CallEnd, CallStart, CaptureStore, SessionCapture, recover
 from polynya.schema import Exclusion, Lane
 from polynya.tokens.printed import print_ids, printed
@@ -143,11 +144,59 @@ def histories(draw: st.DrawFn) -> list[tuple[list[int], list[int], str]]:
     return calls
 
 
+LONG = array([*range(100_000, 102_000), 999_999_999, 0, 7])
+
+
+async def test_a_long_print_is_stored_as_it_came_and_read_when_it_is_asked_for(session: Session) -> None:
+    text = print_ids(LONG)
+    first = await session.call(text, [4])
+    branch = await session.call(b"5," + text, [6])
+    later = await session.call(text + b",4," + text, [8])
+    for call in (first, branch, later):
+        assert call.outcome_record is not None and not call.outcome_record.context_text
+    assert (branch.keep, branch.prompt_len) == (0, len(LONG) + 1)
+    assert (later.id_base, later.keep, later.context_ids.tolist()) == (first, len(LONG) + 1, LONG.tolist())
+    await session.journal.close()
+    records = [record for record in read_journal(session.journal.directory) if isinstance(record, CallOutcome)]
+    assert [(record.context, record.context_text) for record in records] == [
+        (b"", text),
+        (b"", b"5," + text),
+        (b"", text),
+    ]
+    read = recover(session.journal.directory)[("s", 1)]
+    for call, found in zip(session.capture.calls, read.calls, strict=True):
+        assert np.array_equal(call.prompt_ids, found.prompt_ids)
+        found.settle()
+        assert np.array_equal(call.full_ids, found.full_ids)
+
+
+@pytest.mark.parametrize("odd", [b"1000000000", b"1, 2", b"-1"])
+async def test_a_long_print_that_may_hold_anything_is_read_at_once(session: Session, odd: bytes) -> None:
+    placed = place(printed(odd + b"," + print_ids(LONG)), session.capture.leaves())
+    assert placed is not None and not placed.unread
+    assert placed.context.tolist() == [*map(int, odd.split(b",")), *LONG.tolist()]
+    assert placed.to_judge(None)[0] == 0
+
+
+def test_a_long_print_is_judged_where_the_vocabulary_is_known() -> None:
+    placed = place(printed(print_ids(LONG)), [])
+    assert placed is not None and placed.unread
+    assert placed.to_judge(None)[0] == placed.length == len(LONG)
+    known, ids = placed.to_judge(200_000)
+    assert (known, ids.tolist()) == (0, LONG.tolist())
+
+
+@pytest.mark.parametrize("long", [8192, 6])
 @given(history=histories())
 async def test_any_history_is_rebuilt_exactly_however_its_ids_come(
-    history: list[tuple[list[int], list[int], str]], tmp_path_factory: pytest.TempPathFactory
+    history: list[tuple[list[int], list[int], str]], tmp_path_factory: pytest.TempPathFactory, long: int
 ) -> None:
-    directory = tmp_path_factory.mktemp("capture")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("polynya.tokens.printed._LONG", long)
+        await _rebuilt(history, tmp_path_factory.mktemp("capture"))
+
+
+async def _rebuilt(history: list[tuple[list[int], list[int], str]], directory: Path) -> None:
     session = Session(directory)
     await session.open()
     for prompt, sampled, form in history:

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 import uvloop
 
+from polynya.engines import http11
 from polynya.engines.http11 import ConnectFailed, ConnectionLost, Garbled, Http11Client, Origin, Silence, unwritten
 
 
@@ -212,9 +213,24 @@ def test_origin_keeps_prefix_and_leaves_user_out_of_the_authority() -> None:
 
 
 def test_a_buffer_gives_its_bytes_away_without_a_copy() -> None:
-    file = unwritten(3)
-    view = file.getbuffer()
-    view[:] = b"abc"
-    view.release()
-    assert file.getvalue() == b"abc"
-    assert file.getvalue() is file.getvalue()
+    whole, view = unwritten(3)
+    view[:2] = b"ab"
+    view[2:] = b"c"
+    assert whole == b"abc"
+
+
+async def test_a_large_reply_is_handed_on_in_the_memory_that_it_was_read_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The transport still holds its view of the buffer when the last byte is announced: that made ``BytesIO`` copy all."""
+    made: list[bytes] = []
+
+    def kept(size: int) -> tuple[bytes, memoryview]:
+        whole, view = unwritten(size)
+        made.append(whole)
+        return whole, view
+
+    monkeypatch.setattr(http11, "unwritten", kept)
+    body = b"x" * 700_000
+    async with served(AtOnce(sized(body))) as (_, http):
+        reply = await http.request("GET", "/")
+    assert reply.body == body
+    assert reply.body is made[0]

@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polynya.tokens.printed import GivenIds, ids_in, offset_of, print_ids, printed, read_ids, read_printed
+from polynya.tokens.printed import (
+    GivenIds,
+    ids_in,
+    may_stay_printed,
+    offset_of,
+    print_ids,
+    printed,
+    read_ids,
+    read_printed,
+)
 
 
 def is_canonical(text: bytes) -> bool:
@@ -48,6 +57,22 @@ def test_long_lists_are_read_as_short_ones(ids: list[int]) -> None:
         for wrong in (b",07", b",,7", b","):
             with pytest.raises(ValueError, match="no list of integers"):
                 read_ids(odd + text + wrong)
+
+
+@given(
+    st.lists(st.integers(0, 2**31 - 1) | st.integers(0, 11), min_size=1), st.sampled_from([b",", b", ", b",,", b",0"])
+)
+def test_what_stays_printed_is_what_reads_back_as_it_was_printed(values: list[int], between: bytes) -> None:
+    text = between.join(b"%d" % value for value in values)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("polynya.tokens.printed._LONG", 1)
+        stays = may_stay_printed(text)
+    canonical = between == b"," or len(values) == 1
+    assert stays is (canonical and max(values) < 10**9)
+
+
+def test_a_short_print_is_read_at_once() -> None:
+    assert not may_stay_printed(b"1,2,3")
 
 
 def test_zero_is_canonical() -> None:

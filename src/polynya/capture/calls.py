@@ -15,7 +15,7 @@ from polynya.capture.journal import Written, read_back
 from polynya.capture.records import CallIntent, CallOutcome
 from polynya.errors import CaptureError
 from polynya.schema import Exclusion, Float32Array, Int16Array, Int32Array, Lane, PolicySpan
-from polynya.tokens.printed import reread
+from polynya.tokens.printed import ids_in, reread
 
 EMPTY_IDS: Int32Array = np.zeros(0, dtype=np.int32)
 EMPTY_LOGPROBS: Float32Array = np.zeros(0, dtype=np.float32)
@@ -74,7 +74,10 @@ class StoredCall:
         ``context_text``, ``sampled_text``: the ids as printed. Then that is kept, since the calls that follow are compared
         in this form, and the ids are read from it when they are asked for.
         """
+        context_text = record.context_text or context_text
         self._context_len = len(record.context) // EMPTY_IDS.itemsize
+        if record.context_text:
+            self._context_len = ids_in(record.context_text)
         self._sampled_len = len(record.sampled) // EMPTY_IDS.itemsize
         self._context_text, self._sampled_text = context_text, sampled_text
         if context_text is None:
@@ -83,7 +86,9 @@ class StoredCall:
             self._sampled = np.frombuffer(record.sampled, dtype="<i4")
         self._logprobs = np.frombuffer(record.logprobs, dtype="<f4")
         self._routing = record.routing
-        self.outcome_record = msgspec.structs.replace(record, context=b"", sampled=b"", logprobs=b"", routing=b"")
+        self.outcome_record = msgspec.structs.replace(
+            record, context=b"", context_text=b"", sampled=b"", logprobs=b"", routing=b""
+        )
         self.ended_at = record.at
         self._id_base = id_base
         self._keep = record.keep

@@ -2,7 +2,7 @@
 
 Invariant: ``base``'s ``(prompt + sampled)[:keep]`` followed by ``context`` is the prompt, id by id: proved on the ids, or on
 their canonical printed form, never by a hash. A prompt that extends the latest call costs a comparison of bytes and the
-reading of what is new; any other is read in full.
+reading of what is new. Where that is long and canonical, it is stored as it was printed, and read when its ids are asked for.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from polynya.capture.calls import StoredCall
+from polynya.capture.calls import EMPTY_IDS, StoredCall
 from polynya.schema import Int32Array
-from polynya.tokens.printed import PrintedIds, ids_in, offset_of, read_printed
+from polynya.tokens.printed import PrintedIds, ids_in, may_stay_printed, offset_of, read_printed, reread
 from polynya.tokens.validate import common_prefix
 
 
@@ -22,15 +22,31 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True):
 
     base: StoredCall | None
     keep: int
-    context: Int32Array
+    context_len: int
+    read: Int32Array | None = None
+    """``context``; None: it is not read yet."""
     context_text: bytes | None = None
     """``context`` as it was printed; None: not known."""
     pieces: list[bytes] = []
     """The whole prompt as it was printed, in pieces that other calls share; empty: not known."""
 
     @property
+    def context(self) -> Int32Array:
+        """The ids behind the first ``keep``."""
+        return self.read if self.read is not None else reread(self.context_text or b"")
+
+    @property
+    def unread(self) -> bytes:
+        """``context_text``, when that is all there is; its ids are none below 0."""
+        return self.context_text or b"" if self.read is None else b""
+
+    @property
     def length(self) -> int:
-        return self.keep + len(self.context)
+        return self.keep + self.context_len
+
+    def to_judge(self, vocab_size: int | None) -> tuple[int, Int32Array]:
+        """So many leading ids need no judgement any more, the others do."""
+        return (self.length, EMPTY_IDS) if self.unread and vocab_size is None else (self.keep, self.context)
 
 
 class Leaf(msgspec.Struct, frozen=True):
@@ -105,20 +121,24 @@ def place(prompt: Int32Array | PrintedIds, leaves: Sequence[Leaf], match: Match 
     """
     if not isinstance(prompt, PrintedIds):
         base, keep = best_base(prompt, leaves)
-        return Placed(base=base, keep=keep, context=prompt[keep:])
+        return _in_ids(base, prompt, keep)
     match = match or longest_match(prompt, leaves)
     return _read_whole(prompt.text, leaves) if match is None else _read_rest(prompt.rest(match.at), match)
 
 
 def _read_rest(rest: bytes, match: Match) -> Placed | None:
+    base, keep = match.leaf.call, match.keep
+    if may_stay_printed(rest):
+        return Placed(base=base, keep=keep, context_len=ids_in(rest), context_text=rest, pieces=[*match.held, rest])
     context, printed = read_printed(rest)
     if context is None:
         return None
     pieces = [*match.held, rest] if rest else match.held
     return Placed(
-        base=match.leaf.call,
-        keep=match.keep,
-        context=context,
+        base=base,
+        keep=keep,
+        context_len=context.size,
+        read=context,
         context_text=rest if printed else None,
         pieces=pieces if printed else [],
     )
@@ -126,16 +146,24 @@ def _read_rest(rest: bytes, match: Match) -> Placed | None:
 
 def _read_whole(text: bytes, leaves: Sequence[Leaf]) -> Placed | None:
     """No leaf is printed and shares anything."""
+    others = [leaf for leaf in leaves if not leaf.pieces]
+    if not others and may_stay_printed(text):
+        return Placed(base=None, keep=0, context_len=ids_in(text), context_text=text, pieces=[text])
     ids, printed = read_printed(text)
     if ids is None:
         return None
-    base, keep = best_base(ids, [leaf for leaf in leaves if not leaf.pieces])
+    base, keep = best_base(ids, others)
     if not printed:
-        return Placed(base=base, keep=keep, context=ids[keep:])
+        return _in_ids(base, ids, keep)
     at = offset_of(text, keep)
     rest = text[at:]
     pieces = [piece for piece in (text[: max(0, at - 1)], rest) if piece]
-    return Placed(base=base, keep=keep, context=ids[keep:].copy(), context_text=rest, pieces=pieces)
+    context = ids[keep:].copy()
+    return Placed(base=base, keep=keep, context_len=context.size, read=context, context_text=rest, pieces=pieces)
+
+
+def _in_ids(base: StoredCall | None, prompt: Int32Array, keep: int) -> Placed:
+    return Placed(base=base, keep=keep, context_len=len(prompt) - keep, read=prompt[keep:])
 
 
 def best_base(prompt: Int32Array, leaves: Sequence[Leaf]) -> tuple[StoredCall | None, int]:

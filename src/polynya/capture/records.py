@@ -1,7 +1,8 @@
 """What the journal holds. One msgpack map a record, tagged by ``k``; unknown fields are skipped, unknown tags refused.
 
 Ids are little-endian int32 bytes, logprobs little-endian float32 bytes. A call's prompt is stored as the part that an
-earlier call of the session does not already hold: ``base``'s ``(prompt + sampled)[:keep]`` followed by ``context``.
+earlier call of the session does not already hold: ``base``'s ``(prompt + sampled)[:keep]`` followed by ``context``, which
+stands as the engine printed it (``context_text``) where that is long.
 Messages are stored the same way: the first ``keep_messages`` raw messages of ``base``, followed by ``messages``.
 """
 
@@ -59,6 +60,8 @@ class CallOutcome(msgspec.Struct, frozen=True, kw_only=True, tag_field="k", tag=
     base: str = ""
     keep: int = 0
     context: bytes = b""
+    context_text: bytes = b""
+    """In place of ``context``, of a long one: the ids in decimal, with commas between them and nothing else."""
     sampled: bytes = b""
     logprobs: bytes = b""
     routing: bytes = b""

@@ -206,7 +206,8 @@ class CaptureStore:
         placed = _placed(capture, end.prompt_ids)
         has_ids = placed is not None and end.sampled_ids is not None
         base, keep = (placed.base, placed.keep) if placed is not None and has_ids else (None, 0)
-        context = None if placed is None else placed.context
+        unread = placed.unread if placed is not None else b""
+        context = None if placed is None or unread else placed.context
         # The row of the base's last id came with this call.
         routing_from = max(keep - 1, 0) if base is not None and base.has_routing else 0
         record = CallOutcome(
@@ -219,6 +220,7 @@ class CaptureStore:
             base=base.call_id if base else "",
             keep=keep,
             context=_bytes(context, "<i4"),
+            context_text=unread,
             sampled=_bytes(end.sampled_ids, "<i4"),
             logprobs=_bytes(end.logprobs, "<f4"),
             routing=b"" if end.routing is None else end.routing[routing_from:].astype("<i2").tobytes(),

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import io
 import ssl
 import zlib
 from collections import deque
@@ -31,6 +30,11 @@ _HEAD_END = b"\r\n\r\n"
 _BODILESS = frozenset({204, 304})
 _new_bytes = ctypes.pythonapi.PyBytes_FromStringAndSize
 _new_bytes.argtypes, _new_bytes.restype = [ctypes.c_void_p, ctypes.c_ssize_t], ctypes.py_object
+_address_of = ctypes.pythonapi.PyBytes_AsString
+_address_of.argtypes, _address_of.restype = [ctypes.py_object], ctypes.c_void_p
+_view_of = ctypes.pythonapi.PyMemoryView_FromMemory
+_view_of.argtypes, _view_of.restype = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int], ctypes.py_object
+_WRITABLE = 0x200
 
 
 class ConnectFailed(Exception):
@@ -60,12 +64,14 @@ class Reply(msgspec.Struct, frozen=True):
     body: bytes
 
 
-def unwritten(size: int) -> io.BytesIO:
-    """For the kernel to write into by ``getbuffer``, and then ``getvalue``, which copies nothing once the buffer is released.
+def unwritten(size: int) -> tuple[bytes, memoryview]:
+    """Bytes, and a view through which the kernel fills them: whole, they are handed on as they are, without a copy.
 
-    The bytes are whatever stood in memory: nobody may see them before all are written.
+    The bytes are whatever stood in memory: nobody may see them before all are written, nor drop them before the view.
     """
-    return io.BytesIO(_new_bytes(None, size))
+    whole: bytes = _new_bytes(None, size)
+    view: memoryview = _view_of(_address_of(whole), size, _WRITABLE)
+    return whole, view
 
 
 class Origin:
@@ -179,9 +185,9 @@ class _Connection(asyncio.BufferedProtocol):
         self._head = bytearray()
         self._status = 0
         self._headers: dict[str, str] = {}
-        self._file = io.BytesIO()
+        self._body = b""
         self._view: memoryview | None = None
-        """The buffer of ``_file``, which gives its bytes away without copying them."""
+        """Of ``_body``, while it is read."""
         self._at = 0
         self._framed: _Framed | None = None
         self._waiter: asyncio.Future[Reply] | None = None
@@ -206,7 +212,7 @@ class _Connection(asyncio.BufferedProtocol):
         finally:
             self._timer.cancel()
             self._waiter = None
-            self._view, self._file = None, io.BytesIO()
+            self._view, self._body = None, b""
             self._head = bytearray()
 
     def abort(self) -> None:
@@ -229,8 +235,7 @@ class _Connection(asyncio.BufferedProtocol):
         elif self._view is not None:
             self._at += nbytes
             if self._at == len(self._view):
-                self._view.release()
-                self._finish(self._file.getvalue())
+                self._finish(self._body)
         else:
             self._take(bytes(memoryview(self._scratch)[:nbytes]))
 
@@ -287,13 +292,12 @@ class _Connection(asyncio.BufferedProtocol):
         if len(rest) >= size:
             self._finish(rest[:size], reusable=len(rest) == size)
             return
-        self._file = unwritten(size)
-        self._view = self._file.getbuffer()
+        self._body, self._view = unwritten(size)
         self._view[: len(rest)] = rest
         self._at = len(rest)
 
     def _finish(self, body: bytes, *, reusable: bool = True) -> None:
-        self._view, self._file = None, io.BytesIO()
+        self._view = None
         with contextlib.suppress(zlib.error):  # an undecodable body is handed on: its reader says what it is
             if self._headers.get("content-encoding", "identity").lower() in ("gzip", "deflate"):
                 body = zlib.decompress(body, wbits=47)

@@ -412,9 +412,10 @@ def _sent_back(request: ChatRequest, shown: ChatReply, message: bytes) -> bytes:
 def _end_of(
     reply: EngineReply, prompt: Placed | None, shown: ChatReply, request: ChatRequest, vocab_size: int | None
 ) -> CallEnd:
+    known, context = (0, None) if prompt is None else prompt.to_judge(vocab_size)
     verdict = judge(
-        prompt_ids=None if prompt is None else prompt.context,
-        known=0 if prompt is None else prompt.keep,
+        prompt_ids=context,
+        known=known,
         sampled_ids=reply.sampled_ids,
         logprobs=reply.logprobs,
         vocab_size=vocab_size,

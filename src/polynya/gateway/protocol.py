@@ -9,7 +9,6 @@ a length above ``DIRECT_BYTES`` takes uvicorn's path, where the application can 
 from __future__ import annotations
 
 import asyncio
-import io
 from typing import Any, cast
 
 import httptools
@@ -31,8 +30,8 @@ class _Http(HttpToolsProtocol):
 
     whole: memoryview | None = None
     at = 0
-    _file: io.BytesIO
-    """Of which ``whole`` is the buffer: it gives its bytes away without copying them."""
+    _body = b""
+    """Which ``whole`` fills."""
     declined = False
     """The head that was just read asks for an upgrade that is not served."""
     gone: asyncio.Future[None] | None = None
@@ -90,8 +89,8 @@ class _Http(HttpToolsProtocol):
             and _SMALL < int(length) <= DIRECT_BYTES
             and not self.parser.should_upgrade()
         ):
-            self._file = unwritten(int(length))
-            self.whole, self.at = self._file.getbuffer(), 0
+            self._body, self.whole = unwritten(int(length))
+            self.at = 0
 
     def on_body(self, body: bytes) -> None:
         if self.whole is None:
@@ -104,24 +103,22 @@ class _Http(HttpToolsProtocol):
         if self.declined:
             return
         if self.whole is not None:
-            self._hand_on(self.whole)
+            self._hand_on()
         super().on_message_complete()
 
     def body_read(self) -> None:
         """The last byte of ``whole`` was read past the parser, which therefore knows nothing of it."""
         if self.whole is not None:
-            self._hand_on(self.whole)
+            self._hand_on()
         self.parser = httptools.HttpRequestParser(self)
         if not self.cycle.response_complete:
             self.cycle.more_body = False
             self.cycle.message_event.set()
 
-    def _hand_on(self, whole: memoryview) -> None:
-        self.whole = None
-        whole.release()
+    def _hand_on(self) -> None:
+        body, self._body, self.whole = self._body, b"", None
         if not self.cycle.response_complete:
-            self.cycle.body = cast("bytearray", self._file.getvalue())
-        del self._file
+            self.cycle.body = cast("bytearray", body)
 
 
 class GatewayProtocol(asyncio.BufferedProtocol):

@@ -17,6 +17,9 @@ _COMMA = ord(",")
 _ZERO = ord("0")
 _LONG = 8192
 _INT32_MAX = 2**31 - 1
+_DIGITS = 10
+_SURE_DIGITS = 9
+"""Ids of so many digits fit into 32 bits."""
 
 
 class PrintedIds(msgspec.Struct, frozen=True):
@@ -122,6 +125,20 @@ def listed(ids: list[int]) -> Int32Array | None:
         return None
 
 
+def may_stay_printed(text: bytes) -> bool:
+    """Whether it is long, canonical, and each of its ids surely fits into 32 bits: then it can be read at any later time.
+
+    (Reading half a megabyte takes 2 ms, knowing this a tenth of it.)
+    """
+    if len(text) < _LONG or not _is_canonical(text):
+        return False
+    octets = np.frombuffer(text, dtype=np.uint8)
+    runs = octets != _COMMA  # of one digit and more; then of two, four, eight, ten
+    for further in (1, 2, 4, _SURE_DIGITS - 7):
+        runs = runs[:-further] & runs[further:]
+    return not runs.any()
+
+
 def _decoded(text: bytes) -> Int32Array | None:
     """The same for a text of any form."""
     try:
@@ -143,13 +160,21 @@ def print_ids(ids: Int32Array) -> bytes:
 
 def _is_canonical(text: bytes) -> bool:
     """Whether it is a list of ids as ``print_ids`` prints it."""
-    if text.translate(None, b"0123456789,") or text.startswith(b",") or text.endswith(b","):
+    if not _all_digits_and_commas(text) or text.startswith(b",") or text.endswith(b","):
         return False
     octets = np.frombuffer(text + b",", dtype=np.uint8)
     doubtful = np.flatnonzero((octets[:-2] == _COMMA) & (octets[1:-1] <= _ZERO)) + 1
     if octets[0] == _ZERO:
         doubtful = np.append(doubtful, 0)
     return not doubtful.size or bool((octets[doubtful] == _ZERO).all() and (octets[doubtful + 1] == _COMMA).all())
+
+
+def _all_digits_and_commas(text: bytes) -> bool:
+    if len(text) < _LONG:
+        return not text.translate(None, b"0123456789,")
+    octets = np.frombuffer(text, dtype=np.uint8)
+    digits = np.count_nonzero(octets - np.uint8(_ZERO) < _DIGITS)
+    return bool(digits + np.count_nonzero(octets == _COMMA) == octets.size)
 
 
 def offset_of(text: bytes, index: int) -> int:
