@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,13 +32,22 @@ from polynya.config import NodeLimits, Settings, cache_dir
 from polynya.errors import ConfigError
 from polynya.gateway.heap import serving_heap
 from polynya.node.preflight import validate
+from polynya.rollout.registry.base import TokenKind
 from polynya.rollout.service.agent import NodeAgent
 from polynya.rollout.service.control import Control
 from polynya.rollout.service.host import HostOptions, boot_clock, hosted
 from polynya.rollout.service.http_control import HttpControl
 from polynya.rollout.service.server import ServerOptions, serving
+from polynya.rollout.service.supervised import supervise
 
 _DEFAULT_CONCURRENCY = 16
+
+
+class Cluster(StrEnum):
+    LOCAL = "local"
+    RAY = "ray"
+
+
 StateOption = Annotated[
     Path, typer.Option("--state", help="Folder of the server: registry, tokens, trajectories.", envvar="POLYNYA_STATE")
 ]
@@ -67,6 +77,11 @@ def serve(
         list[str] | None,
         typer.Option(help="A host that tasks may name for callbacks; may be given again.", show_default=False),
     ] = None,
+    cluster: Annotated[
+        Cluster,
+        typer.Option(help="ray: one node on each machine of a Ray cluster, in place of one here (needs polynya[ray])."),
+    ] = Cluster.LOCAL,
+    ray_address: Annotated[str, typer.Option(help="Of the Ray cluster.", envvar="RAY_ADDRESS")] = "auto",
     no_node: Annotated[bool, typer.Option("--no-node", help="Server only; nodes join with `polynya node`.")] = False,
     name: NameOption = None,
     concurrency: ConcurrencyOption = None,
@@ -94,7 +109,11 @@ def serve(
             name, state / "node", archive or state / "archive", engine, concurrency, continuation, thinking, text_only
         )
         with serving_heap():
-            uvloop.run(_serve(options, None if no_node else node, engine, model, token_route))
+            ray = None
+            if cluster is Cluster.RAY:
+                ray = _ray_argv(ray_address, node, engine, model, continuation, thinking, token_route, text_only)
+            here = None if no_node or ray is not None else node
+            uvloop.run(_serve(options, here, engine, model, token_route, ray))
 
 
 def node(
@@ -149,8 +168,33 @@ def _node_options(
     )
 
 
+def _ray_argv(
+    address: str,
+    options: HostOptions,
+    engine: str,
+    model: str | None,
+    continuation: bool,
+    thinking: Thinking,
+    token_route: str | None,
+    text_only: bool,
+) -> list[str]:
+    """The driver's command line, up to the server's URL, which is not known yet."""
+    given = ["--engine", engine, "--archive", str(options.archive.absolute()), "--thinking", str(thinking)]
+    given += ["--concurrency", str(options.settings.node.running)]
+    given += ["--model", model] if model is not None else []
+    given += ["--token-route", token_route] if token_route is not None else []
+    given += [] if continuation else ["--no-continuation"]
+    given += ["--text-only"] if text_only else []
+    return [sys.executable, "-m", "polynya.cluster.ray", "--address", address, "--", "node", *given]
+
+
 async def _serve(
-    options: ServerOptions, node_options: HostOptions | None, engine: str, model: str | None, token_route: str | None
+    options: ServerOptions,
+    node_options: HostOptions | None,
+    engine: str,
+    model: str | None,
+    token_route: str | None,
+    ray: list[str] | None,
 ) -> None:
     _logs()
     stopping = _signals()
@@ -158,8 +202,17 @@ async def _serve(
         agent = None
         if node_options is not None:
             agent = await stack.enter_async_context(_agent(server.control(), node_options, engine, model, token_route))
+        if ray is not None:
+            env = {**os.environ, "POLYNYA_NODE_TOKEN": server.tokens[TokenKind.NODE]}
+            driver = asyncio.create_task(supervise([*ray, server.url], env), name="ray")
+            stack.push_async_callback(_ended, driver)
         print_json({"url": server.url, "state": str(options.state), "pid": os.getpid()})
         await _until(stopping, agent)
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait({task})
 
 
 async def _join(

@@ -1,4 +1,1 @@
-"""Where nodes run. One machine needs nothing of it: ``rollout.runner`` holds one node in its own process.
-
-Empty as yet; placement of nodes on many machines (Ray) is to come here. It will carry no sessions and no tokens.
-"""
+"""Where nodes run. One machine needs nothing of it: the server holds a node in its own process. ``ray`` places nodes on many machines."""

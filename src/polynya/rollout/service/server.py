@@ -33,7 +33,7 @@ from polynya.rollout.service.http import application
 from polynya.rollout.service.node_api import NodeApi
 from polynya.schema import TaskSpec
 
-_TICK = 0.5
+_TICK = 0.2
 _log = logging.getLogger("polynya.server")
 
 
