@@ -72,7 +72,7 @@ async def main(sessions: int, seconds: float) -> int:
     folder = Path(tempfile.mkdtemp(prefix="polynya-ray-"))
     log = (folder / "server.log").open("wb")
     argv = ["serve", "--cluster", "ray", "--ray-address", cluster.address, "-e", "scripted", "-c", "8"]
-    server = subprocess.Popen(  # noqa: ASYNC220: nothing else runs on this loop yet
+    server = subprocess.Popen(  # noqa: ASYNC220
         [sys.executable, "-m", "polynya.cli.main", *argv, "--state", str(folder / "state")],
         stdout=subprocess.PIPE, stderr=log, cwd=folder,
     )  # fmt: skip
