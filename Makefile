@@ -53,4 +53,4 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
 	@touch $@ $(VENV)/.demo
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-differential .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage
+	rm -rf $(VENV) .venv-vllm .venv-differential .venv-ray .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage

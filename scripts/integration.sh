@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Every harness CLI on the scripted engine, the registry on PostgreSQL; two CLIs for twelve turns on the embedded model, with
-# continuation and without; our rows beside those of other trainers; then tests and the demo's tasks against a real vLLM CPU server, with the same checks.
+# continuation and without; our rows beside those of other trainers; a Ray cluster that loses machines; then tests and the demo's tasks against a real vLLM CPU server, with the same checks.
 # Needs `polynya` and `python` of the development environment on PATH. Leaves nothing running.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -9,6 +9,7 @@ python -m pytest -m "clis or postgres" -q
 rm -rf runs/integration-turns
 python scripts/real_continuation.py --out runs/integration-turns
 bash scripts/differential.sh "${POLYNYA_DIFFERENTIAL_VENV:-.venv-differential}"
+bash scripts/ray_faults.sh "${POLYNYA_RAY_VENV:-.venv-ray}"
 
 venv="${POLYNYA_VLLM_VENV:-.venv-vllm}"
 out="${1:-runs/integration-vllm}"

@@ -16,8 +16,8 @@ class NodeLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Pool sizes of one node. Each stage has its own pool, so a slow stage never holds another's workers."""
 
     init: Annotated[int, msgspec.Meta(ge=1)] = 4
-    ready: Annotated[int, msgspec.Meta(ge=1)] = 4
-    """Prepared runtimes that may wait for a RUNNING slot."""
+    ready: Annotated[int, msgspec.Meta(ge=0)] = 4
+    """Prepared runtimes that may wait for a RUNNING slot. 0: none; a RUNNING slot then waits for each INIT."""
     running: Annotated[int, msgspec.Meta(ge=1)] = 8
     postrun: Annotated[int, msgspec.Meta(ge=1)] = 4
 

@@ -23,6 +23,7 @@ from polynya.bench.workload import SIZES
 from polynya.cli.console import EXIT_INFRA, err, errors_said, out, print_json
 from polynya.config import cache_dir
 from polynya.errors import UsageError
+from polynya.rollout.ready import ready_report
 from polynya.rollout.stress import stages_report
 
 app = typer.Typer(
@@ -38,6 +39,9 @@ def stages(
     sessions: Annotated[int, typer.Option(min=1, max=4096, help="Sessions, all at once.")] = 64,
     calls: Annotated[int, typer.Option(min=1, max=1000, help="Model calls of each.")] = 6,
     runtime: Annotated[str, typer.Option(help="bubblewrap or local.")] = "bubblewrap",
+    ready: Annotated[
+        bool, typer.Option("--ready", help="Instead: the RUNNING pool's utilisation with the READY buffer and without.")
+    ] = False,
     as_json: Annotated[bool, _JSON] = False,
 ) -> None:
     """Run sessions of the `shell` harness on the scripted engine, compare every captured id with the script, and time it.
@@ -46,6 +50,9 @@ def stages(
     Exit code 1 when a captured id differs from the script.
     """
     folder = Path(tempfile.mkdtemp(prefix="polynya-bench-"))
+    if ready:
+        _ready(folder, as_json=as_json)
+        return
     try:
         with errors_said(as_json):
             report = uvloop.run(
@@ -162,6 +169,27 @@ def _table(grid: Grid) -> Table:
     for row in grid.rows:
         table.add_row(*row)
     return table
+
+
+_READY: dict[str, Any] = {"sessions": 24, "running": 4, "init_seconds": 2.0, "run_seconds": 5.0}
+
+
+def _ready(folder: Path, *, as_json: bool) -> None:
+    try:
+        with errors_said(as_json):
+            report = uvloop.run(ready_report(folder, cache_dir(), **_READY))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if as_json:
+        print_json({**_READY, **report})
+        return
+    table = Table(title="24 sessions, 4 at a time, INIT 2 s, run 5 s", header_style="bold")
+    for column in ("READY buffer", "utilisation of RUNNING", "seconds"):
+        table.add_column(column, justify="right")
+    for name in ("on", "off"):
+        found = report[name]
+        table.add_row(name, f"{found['utilisation']:.1%}", f"{found['seconds']:.1f}")
+    out.print(table)
 
 
 def _stages_table(report: dict[str, Any]) -> Table:

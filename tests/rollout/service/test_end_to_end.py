@@ -35,16 +35,16 @@ async def test_a_group_comes_back_with_its_rows_and_once(service: Any, talk: Any
 
 
 async def test_two_nodes_share_the_work(service: Any, talk: Any) -> None:
-    task, script = talk(24)
+    task, script = talk(10)
     await service.serve()
     for name in ("one", "two"):
         await service.node(name, script, running=2)
     client = service.client()
     await client.submit(task)
     (group,) = [group async for group in client.groups([task.task_id])]
-    assert len(group.rollouts) == 24
+    assert len(group.rollouts) == 10
     status = await client.status()
-    assert status["metrics"]["claimed"] == status["metrics"]["completed"] == 24
+    assert status["metrics"]["claimed"] == status["metrics"]["completed"] == 10
     assert {node["node"]: node["state"] for node in status["nodes"]} == {"one": "live", "two": "live"}
 
 
@@ -91,7 +91,7 @@ async def test_a_cancelled_task_ends_with_one_event_and_its_queue_never_starts(s
 
 
 async def test_a_server_that_comes_back_has_every_task_and_its_nodes_go_on(service: Any, talk: Any) -> None:
-    task, script = talk(12, calls=3)
+    task, script = talk(6, calls=3)
     first = await service.serve()
     port = int(first.url.rpartition(":")[2])
     await service.node("one", script, running=2)
@@ -101,7 +101,7 @@ async def test_a_server_that_comes_back_has_every_task_and_its_nodes_go_on(servi
     await service.until(Stage.RUNNING)
     await service.serve(port=port)
     group = await groups
-    assert len(group.rollouts) == 12
+    assert len(group.rollouts) == 6
     assert {str(rollout.result.status) for rollout in group.rollouts} == {"completed"}
 
 
