@@ -49,6 +49,15 @@ async def test_the_probe_finds_what_the_server_can_do() -> None:
     assert info.detail["weight_version"] == "default"
 
 
+async def test_another_chat_template_has_another_fingerprint_and_the_tokenizer_keeps_its_own() -> None:
+    found = []
+    for drops in (False, True, False):
+        async with engine_on(Script(drop_reasoning=drops)) as (engine, _):
+            found.append((engine.info.chat_template_sha256, engine.info.tokenizer_sha256))
+    assert found[0] == found[2] and found[0][0] != found[1][0] and found[0][1] == found[1][1]
+    assert all(template is not None for template, _ in found)
+
+
 class Blindfolded(ScriptedApp):
     """Leaves images out in silence, as some servers of text models do."""
 

@@ -31,6 +31,19 @@ _IMAGE = (
     "BAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQELgsfAgFp1e18twAAAABJRU5ErkJggg=="
 )
 """64 × 64 pixels of one colour: some processors refuse smaller ones."""
+_CALL = {"id": "zqCall001", "type": "function", "function": {"name": "probe", "arguments": '{"x": 1}'}}
+_CONVERSATIONS: tuple[dict[str, Any], ...] = (
+    {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]},
+    {
+        "messages": [
+            {"role": "user", "content": "u"},
+            {"role": "assistant", "content": "a", "reasoning_content": "r", "tool_calls": [_CALL]},
+            {"role": "tool", "tool_call_id": "zqCall001", "content": "t"},
+        ],
+        "tools": [{"type": "function", "function": {"name": "probe", "parameters": {"type": "object"}}}],
+    },
+)
+"""``chat_template_sha256`` is over the ids that the server's template makes of these."""
 _SAME = 0.02
 """Numerics of two runs of one prompt differ by less."""
 _OTHER = 0.1
@@ -90,6 +103,9 @@ async def probe(http: EngineHttp, asked_model: str | None, first_route: Route | 
     fingerprint = await _fingerprint(http, flavour, card.id)
     if fingerprint is not None:
         detail["tokenizer_sha256_over"] = "ids of a fixed probe text"
+    template = await _template_fingerprint(http, flavour, card.id)
+    if template is not None:
+        detail["chat_template_sha256_over"] = "ids of fixed conversations"
     info = EngineInfo(
         kind=flavour.kind,
         model=card.id,
@@ -101,6 +117,7 @@ async def probe(http: EngineHttp, asked_model: str | None, first_route: Route | 
         images=images,
         logprob_kind=kind,
         tokenizer_sha256=fingerprint,
+        chat_template_sha256=template,
         stop_ids=stop_ids,
         detail=detail,
     )
@@ -216,6 +233,25 @@ async def _fingerprint(http: EngineHttp, flavour: Flavour, model: str) -> str | 
     except EngineError:
         return None
     return hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest()
+
+
+async def _template_fingerprint(http: EngineHttp, flavour: Flavour, model: str) -> str | None:
+    """Over what the server's template makes of two conversations, one of them with tools. A template may refuse either."""
+    if not flavour.tokenizes:
+        return None
+    digest, rendered = hashlib.sha256(), False
+    for fields in _CONVERSATIONS:
+        body = msgspec.json.encode({"model": model, "add_generation_prompt": True, **fields})
+        try:
+            ids = decode((await http.post("/tokenize", body)).body, _Rendered, "/tokenize").tokens
+        except EngineTimeout:
+            raise
+        except EngineError:
+            digest.update(b"refused;")
+            continue
+        rendered = True
+        digest.update(",".join(map(str, ids)).encode() + b";")
+    return digest.hexdigest() if rendered else None
 
 
 async def _turn_end(http: EngineHttp, flavour: Flavour, model: str) -> list[int]:
