@@ -17,7 +17,7 @@ from polynya.dialects import media, responses_reply
 from polynya.dialects.base import BadRequest, WireError
 from polynya.dialects.history import History
 from polynya.dialects.neutral import ChatMessage, ChatReply, ChatRequest, ReplyHead, Role, SamplingParams, ToolCall
-from polynya.dialects.responses_tools import custom_arguments, shell_arguments, tool_box, upstream_name
+from polynya.dialects.responses_tools import tool_box, upstream_name
 from polynya.dialects.wire import bounded, chat_message, decode_as, encode, readable
 
 COMPACTION_REQUEST = (
@@ -291,9 +291,9 @@ class _Conversation:
 
     def _call(self, item: _Item) -> ToolCall:
         if item.type == "custom_tool_call":
-            return ToolCall(id=item.call_id, name=item.name, arguments=custom_arguments(item.input))
+            return ToolCall(id=item.call_id, name=item.name, arguments=encode({"input": item.input}).decode())
         if item.type == "local_shell_call":
-            return ToolCall(id=item.call_id, name="local_shell", arguments=shell_arguments(item.action))
+            return ToolCall(id=item.call_id, name="local_shell", arguments=bytes(item.action).decode())
         return ToolCall(id=item.call_id, name=upstream_name(item.name, item.namespace or ""), arguments=item.arguments)
 
     def _thoughts(self, item: _Item) -> list[str]:

@@ -12,8 +12,7 @@ from typing import Any
 
 from polynya.dialects.base import Fault, WireError
 from polynya.dialects.neutral import ChatReply, ChatRequest, ReplyHead, ToolAlias, ToolCall
-from polynya.dialects.responses_tools import custom_input, shell_action
-from polynya.dialects.wire import decode, encode, event, pieces, sign
+from polynya.dialects.wire import arguments_object, decode, encode, event, pieces, sign
 
 
 def render(request: ChatRequest, reply: ChatReply, head: ReplyHead) -> bytes:
@@ -158,10 +157,12 @@ def _call_item(request: ChatRequest, call: ToolCall, tag: str) -> dict[str, Any]
     alias = request.tool_aliases.get(call.name, ToolAlias(name=call.name))
     shared = {"status": "completed", "call_id": call.id}
     if alias.kind == "custom":
-        text = custom_input(call.arguments)
+        value = arguments_object(call.arguments).get("input")
+        text = value if isinstance(value, str) else call.arguments
         item = {"id": f"ctc_{tag}", "type": "custom_tool_call", **shared, "name": alias.name, "input": text}
     elif alias.kind == "local_shell":
-        return {"id": f"lsh_{tag}", "type": "local_shell_call", **shared, "action": shell_action(call.arguments)}
+        action = {"type": "exec", "env": {}, **arguments_object(call.arguments)}
+        return {"id": f"lsh_{tag}", "type": "local_shell_call", **shared, "action": action}
     else:
         item = {"id": f"fc_{tag}", "type": "function_call", **shared, "name": alias.name, "arguments": call.arguments}
     if alias.namespace:

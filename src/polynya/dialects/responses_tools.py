@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from polynya.dialects.base import BadRequest
-from polynya.dialects.neutral import ChatReply, ChatRequest, ToolAlias, ToolCall, ToolSpec
-from polynya.dialects.wire import arguments_object, decode_as, encode, function_tools
+from polynya.dialects.neutral import ToolAlias, ToolSpec
+from polynya.dialects.wire import decode_as, encode, function_tools
 
 NAME_LIMIT = 64
 _CUSTOM_SCHEMA = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
@@ -39,8 +39,6 @@ class _Tool(msgspec.Struct):
 
 
 _tool = msgspec.json.Decoder(_Tool)
-_action = msgspec.json.Decoder(dict[str, Any])
-_IDLE_ACTION: dict[str, Any] = {"type": "exec", "env": {}}
 
 
 class ToolBox(msgspec.Struct):
@@ -67,45 +65,6 @@ def upstream_name(name: str, namespace: str = "") -> str:
     if len(joined) <= NAME_LIMIT:
         return joined
     return joined[: NAME_LIMIT - 9] + "_" + hashlib.blake2b(joined.encode(), digest_size=4).hexdigest()
-
-
-def custom_input(arguments: str) -> str:
-    """The free text that a call of a custom tool carries; all of it when it is not as asked."""
-    value = arguments_object(arguments).get("input")
-    return value if isinstance(value, str) else arguments
-
-
-def custom_arguments(text: str) -> str:
-    return encode({"input": text}).decode()
-
-
-def shell_action(arguments: str) -> dict[str, Any]:
-    return {**_IDLE_ACTION, **arguments_object(arguments)}
-
-
-def shell_arguments(action: msgspec.Raw) -> str:
-    """Of an action, without what clients add to every one: its only type, an empty environment, nulls."""
-    fields = decode_as(_action, action, "action")
-    said = {key: value for key, value in fields.items() if value is not None and _IDLE_ACTION.get(key) != value}
-    return encode(said).decode()
-
-
-def read_back(request: ChatRequest, reply: ChatReply) -> ChatReply:
-    """The reply as it is read when a client sends it back. Only calls of tools that are no functions upstream change."""
-
-    def again(call: ToolCall) -> ToolCall:
-        alias = request.tool_aliases.get(call.name)
-        if alias is None or alias.kind == "function":
-            return call
-        if alias.kind == "custom":
-            arguments = custom_arguments(custom_input(call.arguments))
-        else:
-            arguments = shell_arguments(msgspec.Raw(encode(shell_action(call.arguments))))
-        return ToolCall(id=call.id, name=call.name, arguments=arguments)
-
-    if not request.tool_aliases:
-        return reply
-    return msgspec.structs.replace(reply, tool_calls=[again(call) for call in reply.tool_calls])
 
 
 def _add(box: ToolBox, tool: _Tool, where: str, namespace: str) -> None:

@@ -22,7 +22,6 @@ from polynya.config import GatewaySettings
 from polynya.dialects.base import Fault, WireError
 from polynya.dialects.neutral import ChatReply, ChatRequest, ReplyHead, Usage
 from polynya.dialects.openai_chat import assistant_message
-from polynya.dialects.responses_tools import read_back
 from polynya.dialects.wire import kept
 from polynya.engines import toolparse
 from polynya.engines.base import EffectiveSampling, Engine, EngineReply, EngineRequest
@@ -198,9 +197,7 @@ class Calls:
             answer = Answer(reply=_with_usage(reply, prompt), head=self._head(call.call_id, request), call=call)
             end = _end_of(reply, prompt, answer.reply, request, self._engine.info.vocab_size)
             await self._commit(session, call, end)
-            place.commit(
-                session, _sent_back(request, answer.reply, end.reply), call, thought=bool(reply.reply.reasoning)
-            )
+            place.commit(session, end.reply, call, thought=bool(reply.reply.reasoning))
             session.made_good(call, start.messages)
             session.remember_calls(call, answer.reply)
             session.flags.update(reply.flags)
@@ -401,12 +398,6 @@ def _of_the_ids(failure: EngineError) -> bool:
     if isinstance(failure, EngineUnavailable):
         return failure.status is not None and failure.status not in RETRY_STATUSES
     return isinstance(failure, EngineRejected | EngineProtocolError)
-
-
-def _sent_back(request: ChatRequest, shown: ChatReply, message: bytes) -> bytes:
-    """The message of the history that the client makes of a reply."""
-    again = read_back(request, shown)
-    return message if again is shown else kept(assistant_message(again))
 
 
 def _end_of(

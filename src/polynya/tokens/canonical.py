@@ -9,7 +9,6 @@ Never raises: what cannot be read as expected is digested as the bytes that it i
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -102,37 +101,19 @@ def root_digest(*, model: str, tools: bytes, template_kwargs: bytes) -> bytes:
 
 
 def canonical_arguments(arguments: Any) -> str:
-    """Tool arguments, the same for all spellings of the same values; what is no JSON stands for itself.
-
-    None at all are the same as an empty object, which is what two of the dialects make of them.
-    """
+    """Tool arguments, the same for all spellings of the same values; what is no JSON stands for itself."""
     value = arguments
     if isinstance(arguments, str):
         try:
-            value = _read(arguments.strip() or "{}")
-        except (ValueError, RecursionError):
+            value = msgspec.json.decode(arguments)
+        except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
             return "text:" + arguments
-    if value is None:
-        value = {}
+        if not isinstance(value, dict):
+            return "text:" + arguments
     try:
-        return "json:" + json.dumps(_plain(value), sort_keys=True, separators=(",", ":"))
+        return "json:" + msgspec.json.encode(_plain(value), order="deterministic").decode()
     except (RecursionError, OverflowError, TypeError, ValueError):
         return "text:" + (arguments if isinstance(arguments, str) else repr(arguments))
-
-
-def _read(text: str) -> Any:
-    """Raises ValueError. The slow reader takes what the fast one does not: a lone surrogate, a deep nesting."""
-    try:
-        return msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeEncodeError):
-        return _slow.decode(text)
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(constant)
-
-
-_slow = json.JSONDecoder(parse_constant=_refuse)
 
 
 def _plain(value: Any) -> Any:
@@ -160,7 +141,7 @@ def _content(content: Any) -> tuple[str, list[str]]:
         if kind in _TEXT_PARTS and isinstance(text, str):
             texts.append(text)
         else:
-            media.append(_printed({key: part[key] for key in part if key != "cache_control"} if kind else part))
+            media.append(_printed(part))
     return "\0".join(filter(None, texts)), media
 
 
