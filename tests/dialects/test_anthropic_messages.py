@@ -143,6 +143,17 @@ def test_what_cannot_be_passed_on_is_refused_by_name(messages: list[Any], fields
     assert caught.value.field.replace("[...]", "[0]") == field
 
 
+def _streamed_inputs(events: list[dict[str, Any]]) -> list[str]:
+    """The JSON text of each tool call, as a client joins it."""
+    found: dict[int, str] = {}
+    for event in events:
+        if event["type"] == "content_block_start" and event["content_block"]["type"] == "tool_use":
+            found[event["index"]] = ""
+        elif event["type"] == "content_block_delta":
+            found[event["index"]] = found.get(event["index"], "") + event["delta"].get("partial_json", "")
+    return [text for text in found.values() if text]
+
+
 @given(reply=REPLIES)
 def test_stream_holds_exactly_the_reply(reply: ChatReply) -> None:
     request = parse([{"role": "user", "content": "x"}])
@@ -150,7 +161,11 @@ def test_stream_holds_exactly_the_reply(reply: ChatReply) -> None:
     deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
     assert "".join(delta.get("text", "") for delta in deltas) == reply.text
     assert "".join(delta.get("thinking", "") for delta in deltas) == reply.reasoning
-    assert "".join(delta.get("partial_json", "") for delta in deltas) == "".join(c.arguments for c in reply.tool_calls)
+    inputs = _streamed_inputs(events)
+    whole = json.loads(DIALECT.render(request, reply, HEAD))["content"]
+    assert [json.loads(text) for text in inputs] == [block["input"] for block in whole if block["type"] == "tool_use"]
+    for text, call in zip(inputs, reply.tool_calls, strict=True):
+        assert text == call.arguments or json.loads(text) in ({}, {"_raw_arguments": call.arguments})
     started = [event["content_block"] for event in events if event["type"] == "content_block_start"]
     assert [(b["id"], b["name"]) for b in started if b["type"] == "tool_use"] == [
         (c.id, c.name) for c in reply.tool_calls

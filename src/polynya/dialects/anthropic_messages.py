@@ -1,9 +1,9 @@
 """Anthropic Messages.
 
 A user message with ``tool_result`` blocks becomes one ``tool`` message a block, in block order, then one ``user`` message with
-the rest; consecutive assistant messages merge; a ``system`` message in the middle stays where it is. Thinking with our own
-signature is reasoning again, with a foreign one it is dropped (and counted) and its message kept. Sources: recorded traffic of Claude Code
-and the SDKs, the provider's API reference. Refuses block types that it cannot pass on, naming them.
+the rest; consecutive assistant messages merge; a ``system`` message in the middle stays where it is. Thinking with a signature
+of ours is reasoning again, with a foreign one it is dropped (and counted) and its message kept. Sources: recorded traffic of
+Claude Code and the SDKs, the provider's API reference. Refuses block types that it cannot pass on, naming them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from polynya.dialects.history import History
 from polynya.dialects.neutral import ChatMessage, ChatReply, ChatRequest, ReplyHead, SamplingParams, ToolCall, ToolSpec
 from polynya.dialects.wire import (
     Reader,
+    arguments_json,
     arguments_object,
     arguments_text,
     bounded,
@@ -30,6 +31,7 @@ from polynya.dialects.wire import (
     is_ours,
     pieces,
     sign,
+    with_argument_objects,
 )
 
 _VOLATILE = ("x-anthropic-billing-header:",)
@@ -133,13 +135,15 @@ class AnthropicMessages:
         return msgspec.structs.replace(frame, messages=messages, images=notes.images, dropped=notes.dropped)
 
     def render(self, request: ChatRequest, reply: ChatReply, head: ReplyHead) -> bytes:
-        content = []
-        for block in _reply_blocks(reply):
-            if block["type"] == "tool_use":
-                block = {**block, "input": arguments_object(block["input"])}
-            content.append(block)
+        content = [
+            {**block, "input": arguments_object(block["input"])} if block["type"] == "tool_use" else block
+            for block in _reply_blocks(reply)
+        ]
         usage = _usage(reply) | {"output_tokens": reply.usage.completion_tokens}
         return encode(_envelope(head) | {"content": content, "stop_reason": _stop_reason(reply), "usage": usage})
+
+    def echoed(self, request: ChatRequest, reply: ChatReply) -> ChatReply:
+        return with_argument_objects(reply)
 
     def keepalive(self, head: ReplyHead, number: int = 1) -> bytes:
         return event("ping", {"type": "ping"})
@@ -277,7 +281,8 @@ def _assistant(blocks: list[_Block], where: str, notes: media.Notes) -> ChatMess
             case "text":
                 texts.append(block.text)
             case "thinking":
-                if is_ours(block.thinking, block.signature):
+                # (Edited text under our signature stays: it is not what the model thought, and must not pass for it.)
+                if is_ours(block.signature):
                     reasoning.append(block.thinking)
                 else:
                     notes.drop("foreign_reasoning")
@@ -291,7 +296,7 @@ def _assistant(blocks: list[_Block], where: str, notes: media.Notes) -> ChatMess
                     field=f"{where}.content[{i}].type",
                 )
     text = "\n".join(text for text in texts if text)
-    return chat_message("assistant", text=text, reasoning="\n".join(reasoning), tool_calls=calls)
+    return chat_message("assistant", text=text, reasoning="\n".join(filter(None, reasoning)), tool_calls=calls)
 
 
 def _tool_result(block: _Block, where: str, notes: media.Notes) -> ChatMessage:
@@ -397,14 +402,15 @@ def _copied(raw: msgspec.Raw) -> msgspec.Raw:
 
 
 def _reply_blocks(reply: ChatReply) -> list[dict[str, Any]]:
-    """Content blocks; a tool call's ``input`` is still the model's own text."""
+    """Content blocks; a tool call's ``input`` is JSON text: the model's own where it is an object, as clients parse it."""
     blocks: list[dict[str, Any]] = []
     if reply.reasoning:
         blocks.append({"type": "thinking", "thinking": reply.reasoning, "signature": sign(reply.reasoning)})
     if reply.text:
         blocks.append({"type": "text", "text": reply.text})
     return blocks + [
-        {"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments} for call in reply.tool_calls
+        {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments_json(call.arguments)}
+        for call in reply.tool_calls
     ]
 
 

@@ -77,6 +77,10 @@ class Dialect(Protocol):
 
     def render(self, request: ChatRequest, reply: ChatReply, head: ReplyHead) -> bytes: ...
 
+    def echoed(self, request: ChatRequest, reply: ChatReply) -> ChatReply:
+        """The reply as ``parse`` finds it when a client sends on what it was shown; the same object where nothing is lost."""
+        ...
+
     def keepalive(self, head: ReplyHead, number: int = 1) -> bytes:
         """A no-op event of the dialect's own shape (a comment breaks some clients and does not reset others' timers).
 

@@ -1,9 +1,10 @@
 """Google generateContent and streamGenerateContent.
 
-``model`` turns are one assistant message each; a ``functionCall`` without an id gets an ordinal one, a ``functionResponse`` is
-matched by id, else by name in order. Thought parts are reasoning, kept out of the text; a thought signature of ours says
-nothing that the text does not. The path carries the model's name. Sources: recorded traffic of Gemini CLI and the SDKs, the
-provider's API reference. Refuses part kinds that it cannot pass on, naming them.
+``model`` contents in a row (the provider's own SDK keeps one for each chunk of a stream) are one assistant message; a
+``functionCall`` without an id gets an ordinal one, a ``functionResponse`` is matched by id, else by name in order. Thought
+parts are reasoning, kept out of the text; a thought signature of ours says nothing that the text does not. The path carries
+the model's name. Sources: recorded traffic of Gemini CLI and the SDKs, the provider's API reference. Refuses part kinds that
+it cannot pass on, naming them.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from polynya.dialects.wire import (
     pieces,
     readable,
     sign,
+    with_argument_objects,
 )
 
 _MODEL = re.compile(r"/models/(?P<model>.+):(?P<method>generateContent|streamGenerateContent|countTokens)$")
@@ -216,6 +218,9 @@ class GoogleGenerate:
     def render(self, request: ChatRequest, reply: ChatReply, head: ReplyHead) -> bytes:
         return encode(_response(head, _parts(reply), reply, _finish(reply)))
 
+    def echoed(self, request: ChatRequest, reply: ChatReply) -> ChatReply:
+        return with_argument_objects(reply)
+
     def keepalive(self, head: ReplyHead, number: int = 1) -> bytes:
         return _data({"candidates": [{"content": {"role": "model", "parts": [{"text": ""}]}, "index": 0}]})
 
@@ -252,6 +257,8 @@ class _Conversation:
     def __init__(self, notes: media.Notes) -> None:
         self._notes = notes
         self._turn = 0
+        self._said: list[tuple[_Part, str]] = []
+        """Parts of the model's turn so far, with their places."""
         self._waiting: list[ToolCall] = []
         """Calls of the latest model turn that no response answered yet."""
 
@@ -260,19 +267,22 @@ class _Conversation:
         for i, content in enumerate(contents):
             where = f"contents[{i}]"
             if content.role == "model":
-                self._turn += 1
-                found.append(self._assistant(content.parts, where))
+                self._said += [(part, f"{where}.parts[{j}]") for j, part in enumerate(content.parts)]
+                if i + 1 == len(contents) or contents[i + 1].role != "model":
+                    found.append(self._assistant())
             elif content.role in (None, "user", "function", "tool"):
                 found += self._user(content.parts, where)
             else:
                 raise BadRequest(f"{where}.role: {content.role!r} is unknown; use user or model", field=f"{where}.role")
         return found
 
-    def _assistant(self, parts: list[_Part], where: str) -> ChatMessage:
+    def _assistant(self) -> ChatMessage:
+        self._turn += 1
+        said, self._said = self._said, []
         texts: list[str] = []
         thoughts: list[str] = []
         calls: list[ToolCall] = []
-        for i, part in enumerate(parts):
+        for part, where in said:
             if part.function_call is not None:
                 call = part.function_call
                 call_id = call.id or f"call_{self._turn}_{len(calls)}"
@@ -280,7 +290,7 @@ class _Conversation:
             elif part.text is not None:
                 (thoughts if part.thought else texts).append(part.text)
             elif part.thought_signature is None:
-                raise _unserved(part, f"{where}.parts[{i}]")
+                raise _unserved(part, where)
         self._waiting = list(calls)
         return chat_message("assistant", text="".join(texts), reasoning="".join(thoughts), tool_calls=calls)
 

@@ -132,6 +132,9 @@ class OpenAIChat:
         }
         return encode(_envelope(head, "chat.completion") | {"choices": [choice], "usage": _usage(reply.usage)})
 
+    def echoed(self, request: ChatRequest, reply: ChatReply) -> ChatReply:
+        return reply
+
     def keepalive(self, head: ReplyHead, number: int = 1) -> bytes:
         return self._chunk(head, {})
 

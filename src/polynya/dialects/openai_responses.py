@@ -17,7 +17,7 @@ from polynya.dialects import media, responses_reply
 from polynya.dialects.base import BadRequest, WireError
 from polynya.dialects.history import History
 from polynya.dialects.neutral import ChatMessage, ChatReply, ChatRequest, ReplyHead, Role, SamplingParams, ToolCall
-from polynya.dialects.responses_tools import tool_box, upstream_name
+from polynya.dialects.responses_tools import custom_arguments, shell_arguments, tool_box, upstream_name
 from polynya.dialects.wire import bounded, chat_message, decode_as, encode, readable
 
 COMPACTION_REQUEST = (
@@ -153,6 +153,9 @@ class OpenAIResponses:
 
     def render(self, request: ChatRequest, reply: ChatReply, head: ReplyHead) -> bytes:
         return responses_reply.render(request, reply, head)
+
+    def echoed(self, request: ChatRequest, reply: ChatReply) -> ChatReply:
+        return responses_reply.echoed(request, reply)
 
     def keepalive(self, head: ReplyHead, number: int = 1) -> bytes:
         return responses_reply.waiting(head, number)
@@ -290,11 +293,10 @@ class _Conversation:
         self._open, self._outputs = None, []
 
     def _call(self, item: _Item) -> ToolCall:
-        if item.type == "custom_tool_call":
-            return ToolCall(id=item.call_id, name=item.name, arguments=encode({"input": item.input}).decode())
         if item.type == "local_shell_call":
-            return ToolCall(id=item.call_id, name="local_shell", arguments=bytes(item.action).decode())
-        return ToolCall(id=item.call_id, name=upstream_name(item.name, item.namespace or ""), arguments=item.arguments)
+            return ToolCall(id=item.call_id, name="local_shell", arguments=shell_arguments(item.action))
+        arguments = custom_arguments(item.input) if item.type == "custom_tool_call" else item.arguments
+        return ToolCall(id=item.call_id, name=upstream_name(item.name, item.namespace or ""), arguments=arguments)
 
     def _thoughts(self, item: _Item) -> list[str]:
         """The readable text of a reasoning item, summed up or whole; what is only encrypted is another model's."""

@@ -10,13 +10,37 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
+
 from polynya.dialects.base import Fault, WireError
 from polynya.dialects.neutral import ChatReply, ChatRequest, ReplyHead, ToolAlias, ToolCall
-from polynya.dialects.wire import arguments_object, decode, encode, event, pieces, sign
+from polynya.dialects.responses_tools import (
+    custom_arguments,
+    custom_input,
+    shell_action,
+    shell_arguments,
+    upstream_name,
+)
+from polynya.dialects.wire import decode, encode, event, pieces, sign, with_calls
 
 
 def render(request: ChatRequest, reply: ChatReply, head: ReplyHead) -> bytes:
     return encode(_response(head, reply, _items(request, reply, head)))
+
+
+def echoed(request: ChatRequest, reply: ChatReply) -> ChatReply:
+    """The reply as a client sends it on: of custom and shell tools the client knows another form than the model's."""
+
+    def spelled(call: ToolCall) -> ToolCall:
+        alias = request.tool_aliases.get(call.name, ToolAlias(name=call.name))
+        name, arguments = upstream_name(alias.name, alias.namespace), call.arguments
+        if alias.kind == "custom":
+            arguments = custom_arguments(custom_input(call))
+        elif alias.kind == "local_shell":
+            name, arguments = "local_shell", shell_arguments(encode(shell_action(call)))
+        return msgspec.structs.replace(call, name=name, arguments=arguments)
+
+    return with_calls(reply, spelled)
 
 
 def waiting(head: ReplyHead, number: int) -> bytes:
@@ -157,12 +181,10 @@ def _call_item(request: ChatRequest, call: ToolCall, tag: str) -> dict[str, Any]
     alias = request.tool_aliases.get(call.name, ToolAlias(name=call.name))
     shared = {"status": "completed", "call_id": call.id}
     if alias.kind == "custom":
-        value = arguments_object(call.arguments).get("input")
-        text = value if isinstance(value, str) else call.arguments
+        text = custom_input(call)
         item = {"id": f"ctc_{tag}", "type": "custom_tool_call", **shared, "name": alias.name, "input": text}
     elif alias.kind == "local_shell":
-        action = {"type": "exec", "env": {}, **arguments_object(call.arguments)}
-        return {"id": f"lsh_{tag}", "type": "local_shell_call", **shared, "action": action}
+        return {"id": f"lsh_{tag}", "type": "local_shell_call", **shared, "action": shell_action(call)}
     else:
         item = {"id": f"fc_{tag}", "type": "function_call", **shared, "name": alias.name, "arguments": call.arguments}
     if alias.namespace:

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from polynya.dialects.base import BadRequest
-from polynya.dialects.neutral import ToolAlias, ToolSpec
-from polynya.dialects.wire import decode_as, encode, function_tools
+from polynya.dialects.neutral import ToolAlias, ToolCall, ToolSpec
+from polynya.dialects.wire import arguments_object, decode_as, encode, function_tools
 
 NAME_LIMIT = 64
 _CUSTOM_SCHEMA = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
@@ -39,6 +39,10 @@ class _Tool(msgspec.Struct):
 
 
 _tool = msgspec.json.Decoder(_Tool)
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_SHELL_FRAME: dict[str, Any] = {"type": "exec", "env": {}}
+"""What an action has beside the model's own arguments."""
+_SHELL_BLANK = {key: encode(value) for key, value in _SHELL_FRAME.items()}
 
 
 class ToolBox(msgspec.Struct):
@@ -65,6 +69,30 @@ def upstream_name(name: str, namespace: str = "") -> str:
     if len(joined) <= NAME_LIMIT:
         return joined
     return joined[: NAME_LIMIT - 9] + "_" + hashlib.blake2b(joined.encode(), digest_size=4).hexdigest()
+
+
+def custom_input(call: ToolCall) -> str:
+    """The text that a custom tool is given; all of the arguments where they name none."""
+    text = arguments_object(call.arguments).get("input")
+    return text if isinstance(text, str) else call.arguments
+
+
+def custom_arguments(text: str) -> str:
+    return encode({"input": text}).decode()
+
+
+def shell_action(call: ToolCall) -> dict[str, Any]:
+    return {**_SHELL_FRAME, **arguments_object(call.arguments)}
+
+
+def shell_arguments(action: bytes | msgspec.Raw) -> str:
+    """What the model wrote of an action: without its frame, and without the nulls of a client that knows more fields."""
+    try:
+        fields = _fields.decode(action)
+    except (msgspec.DecodeError, RecursionError):
+        return bytes(action).decode()
+    said = {key: value for key, value in fields.items() if bytes(value) not in (_SHELL_BLANK.get(key), b"null")}
+    return encode(said).decode()
 
 
 def _add(box: ToolBox, tool: _Tool, where: str, namespace: str) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from polynya.dialects.base import BadRequest
 from polynya.dialects.history import History
-from polynya.dialects.neutral import ChatMessage, ChatRequest, Role, SamplingParams, ToolCall, ToolSpec
+from polynya.dialects.neutral import ChatMessage, ChatReply, ChatRequest, Role, SamplingParams, ToolCall, ToolSpec
 
 encode = msgspec.json.Encoder().encode
 _any = msgspec.json.Decoder()
@@ -146,18 +146,43 @@ def event(name: str, payload: dict[str, Any]) -> bytes:
 def arguments_object(arguments: str) -> dict[str, Any]:
     """Tool arguments for a dialect that carries objects. What is no JSON object is delivered whole, under one key."""
     try:
-        value = _any.decode(arguments or "{}")
-    except (msgspec.DecodeError, RecursionError):
+        value = _any.decode(arguments) if arguments.strip() else {}
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
         return {"_raw_arguments": arguments}
+    if value is None:
+        return {}
     return value if isinstance(value, dict) else {"_raw_arguments": arguments}
 
 
+def arguments_json(arguments: str) -> str:
+    """The same as text: the model's own, byte for byte, where that is an object already."""
+    value = arguments_object(arguments)
+    own = "_raw_arguments" not in value and arguments.lstrip().startswith("{")
+    return arguments if own else encode(value).decode()
+
+
 def arguments_text(value: Any) -> str:
-    """The reverse: an echoed object as the text that goes upstream."""
+    """The reverse: an echoed object as the text that goes upstream; null, as some clients write none at all, is ``{}``."""
+    if value is None:
+        return "{}"
     if isinstance(value, dict) and set(value) == {"_raw_arguments"} and isinstance(value["_raw_arguments"], str):
         raw: str = value["_raw_arguments"]
         return raw
     return encode(value).decode()
+
+
+def with_calls(reply: ChatReply, spelled: Callable[[ToolCall], ToolCall]) -> ChatReply:
+    """The reply with its calls spelled anew; the same object when that changes none."""
+    calls = [spelled(call) for call in reply.tool_calls]
+    return reply if calls == reply.tool_calls else msgspec.structs.replace(reply, tool_calls=calls)
+
+
+def with_argument_objects(reply: ChatReply) -> ChatReply:
+    """The reply after its arguments were objects on the way."""
+    return with_calls(
+        reply,
+        lambda call: msgspec.structs.replace(call, arguments=arguments_text(arguments_object(call.arguments))),
+    )
 
 
 def chat_message(
@@ -201,5 +226,9 @@ def sign(reasoning: str) -> str:
     return base64.b64encode(_SIGNATURE + digest).decode()
 
 
-def is_ours(reasoning: str, signature: str) -> bool:
-    return signature == sign(reasoning)
+def is_ours(signature: str) -> bool:
+    """Whether it stood beside reasoning that polynya showed, whatever became of the text."""
+    try:
+        return base64.b64decode(signature, validate=True).startswith(_SIGNATURE)
+    except ValueError:
+        return False

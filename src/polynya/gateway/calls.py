@@ -22,6 +22,7 @@ from polynya.config import GatewaySettings
 from polynya.dialects.base import Fault, WireError
 from polynya.dialects.neutral import ChatReply, ChatRequest, ReplyHead, Usage
 from polynya.dialects.openai_chat import assistant_message
+from polynya.dialects.registry import echoes
 from polynya.dialects.wire import kept
 from polynya.engines import toolparse
 from polynya.engines.base import EffectiveSampling, Engine, EngineReply, EngineRequest
@@ -197,7 +198,7 @@ class Calls:
             answer = Answer(reply=_with_usage(reply, prompt), head=self._head(call.call_id, request), call=call)
             end = _end_of(reply, prompt, answer.reply, request, self._engine.info.vocab_size)
             await self._commit(session, call, end)
-            place.commit(session, end.reply, call, thought=bool(reply.reply.reasoning))
+            place.commit(session, echoes(request, answer.reply), call, thought=bool(reply.reply.reasoning))
             session.made_good(call, start.messages)
             session.remember_calls(call, answer.reply)
             session.flags.update(reply.flags)

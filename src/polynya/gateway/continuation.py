@@ -24,7 +24,7 @@ from polynya.gateway.sessions import GatewaySession
 from polynya.schema import Exclusion
 from polynya.tokens.bridge import Bridge
 from polynya.tokens.canonical import root_digest
-from polynya.tokens.matching import Chain
+from polynya.tokens.matching import Chain, Found
 from polynya.tokens.printed import GivenIds, print_ids
 
 _log = logging.getLogger("polynya.gateway")
@@ -68,12 +68,14 @@ class Place(msgspec.Struct):
     chain: Chain | None
     """None: continuation is off."""
     continued: Continued | None = None
+    found: Found[StoredCall] | None = None
+    """What ``continued`` goes on from, in the matcher's words."""
 
-    def commit(self, session: GatewaySession, reply: bytes, call: StoredCall, *, thought: bool) -> None:
+    def commit(self, session: GatewaySession, replies: Sequence[bytes], call: StoredCall, *, thought: bool) -> None:
         """Later requests may go on from this call. One without ids cannot be gone on from."""
         if self.chain is None or not call.total_len or call.exclusion == Exclusion.ID_OUT_OF_RANGE:
             return
-        session.matcher.commit(self.chain, reply, call)
+        session.matcher.commit(self.chain, replies, call, self.found if self.continued is not None else None)
         if thought or (self.continued is not None and self.continued.parent.call_id in session.thoughtful):
             session.thoughtful.add(call.call_id)
 
@@ -166,7 +168,7 @@ class Continuation:
         if window is not None and continued.length >= window:
             session.flags["continuation_refused_window"] += 1
             return place
-        place.continued = continued
+        place.continued, place.found = continued, found
         return place
 
     async def _bridge(

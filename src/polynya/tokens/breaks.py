@@ -78,7 +78,8 @@ def _history(nodes: Sequence[Node]) -> list[int | None]:
         chain = matcher.chain(node.call.tools_json.encode(), node.call.messages)
         hit = matcher.find(chain)
         found.append(None if hit is None else hit.call)
-        matcher.commit(chain, node.call.reply, node.order)
+        extends = hit is not None and hit.call == node.parent
+        matcher.commit(chain, [node.call.reply], node.order, hit if extends else None)
     return found
 
 
@@ -113,9 +114,9 @@ class Breaks:
         now, before = call.messages, nearest.messages
         if _system(now) != _system(before):
             return Break.SYSTEM_CHANGED
-        shared = self._shared(now, [*before, nearest.reply])
+        shared, rethought = self._shared(now, [*before, nearest.reply])
         if shared > len(before):
-            return self._drift(now, nearest, shared, shared_ids)
+            return Break.HISTORY_EDITED if rethought else self._drift(now, nearest, shared, shared_ids)
         if shared == len(now) == len(before):
             return Break.REPEATED
         if any(other.lane == Lane.COMPACTION and other.agent == call.agent for other in between):
@@ -124,10 +125,12 @@ class Breaks:
             return Break.FOREIGN_ASSISTANT
         return Break.HISTORY_EDITED
 
-    def _shared(self, now: Sequence[bytes], before: Sequence[bytes]) -> int:
-        """Leading messages that say the same."""
-        ours, theirs = self._matcher.chain(b"", now).hashes, self._matcher.chain(b"", before).hashes
-        return sum(a == b for a, b in zip(ours, theirs, strict=False)) - 1
+    def _shared(self, now: Sequence[bytes], before: Sequence[bytes]) -> tuple[int, bool]:
+        """Leading messages that say the same, and whether thinking that both have in one of them differs."""
+        ours, theirs = self._matcher.chain(b"", now), self._matcher.chain(b"", before)
+        shared = sum(a == b for a, b in zip(ours.hashes, theirs.hashes, strict=False)) - 1
+        thoughts = [(a.reasoning, b.reasoning) for a, b in zip(ours.said[:shared], theirs.said[:shared], strict=True)]
+        return shared, any(a and b and a != b for a, b in thoughts)
 
     def _drift(self, now: Sequence[bytes], nearest: CapturedCall, shared: int, shared_ids: int) -> Break:
         """The history holds the earlier call's reply, and its ids came back as others."""

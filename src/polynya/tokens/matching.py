@@ -1,8 +1,9 @@
 """Which captured call a request goes on from, found by what its messages say.
 
 Invariant: a call is found only by a history whose every message says what that call's did (``canonical``), up to and with its
-reply. The index is addressed by content: sub-agents, retries, abandoned branches and compactions need no rule, and the order
-of arrival makes no difference but between equal calls. Finding proves nothing about ids; whoever uses it compares those.
+reply, and whose thinking, where it comes back, is what was thought. The index is addressed by content: sub-agents, retries,
+abandoned branches and compactions need no rule, and the order of arrival makes no difference but between equal calls. Finding
+proves nothing about ids; whoever uses it compares those.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from polynya.tokens.canonical import Said, said
+from polynya.tokens.canonical import Said, gone_on, said
 
 _CHAINS = 4
 """Conversations of one session whose digests are kept for the next request: the main one, sub-agents."""
@@ -32,8 +33,13 @@ class Chain(msgspec.Struct, frozen=True, eq=False):
 
 class _Entry(msgspec.Struct, Generic[C], frozen=True):
     call: C
-    call_ids: tuple[str, ...]
-    reasoning: bytes
+    said: Said
+    """Its reply."""
+    at: int
+    """Place of the reply among the messages."""
+    given: list[Said]
+    """The messages that the engine rendered; of those that a call before this one gave, that one knows more."""
+    before: _Entry[C] | None
 
 
 class Found(msgspec.Struct, Generic[C], frozen=True):
@@ -42,6 +48,7 @@ class Found(msgspec.Struct, Generic[C], frozen=True):
     """Index of the first message after the call's reply."""
     foreign: bool
     """There is an assistant turn after it, which no captured call gave."""
+    entry: _Entry[C]
 
 
 class Matcher(Generic[C]):
@@ -69,11 +76,18 @@ class Matcher(Generic[C]):
         self._chains = [chain, *others][:_CHAINS]
         return chain
 
-    def commit(self, chain: Chain, reply: bytes, call: C) -> None:
-        """``call`` answered ``chain`` with ``reply``, a message as the harness was given it."""
-        message = said(reply)
-        entry = _Entry(call, message.call_ids, message.reasoning)
-        self._index.setdefault(_link(chain.hashes[-1], message.digest), []).append(entry)
+    def commit(self, chain: Chain, replies: Sequence[bytes], call: C, parent: Found[C] | None = None) -> None:
+        """``call`` answered ``chain``. ``replies``: the reply, in each form in which it may come back. ``parent``: by whose ids."""
+        before = parent.entry if parent is not None else None
+        given = [] if parent is not None else chain.said
+        spoken = [(len(chain.said), message) for message in map(said, replies)]
+        if chain.said and chain.said[-1].role == "assistant":
+            begun = chain.messages[-1]
+            both = (gone_on(begun, reply, between) for reply in replies for between in ("", "\n"))
+            spoken += [(len(chain.said) - 1, message) for message in both if message is not None]
+        keys = {_link(chain.hashes[at], message.digest): (at, message) for at, message in reversed(spoken)}
+        for key, (at, message) in keys.items():
+            self._index.setdefault(key, []).append(_Entry(call, message, at, given[:at], before))
 
     def find(self, chain: Chain) -> Found[C] | None:
         """The call that gave the last of the assistant turns that is a captured one."""
@@ -82,9 +96,9 @@ class Matcher(Generic[C]):
             echoed = chain.said[at - 1]
             if echoed.role != "assistant":
                 continue
-            entry = _pick(self._index.get(chain.hashes[at], ()), echoed)
+            entry = _pick(self._index.get(chain.hashes[at], ()), chain.said, echoed)
             if entry is not None:
-                return Found(entry.call, at, foreign)
+                return Found(entry.call, at, foreign, entry)
             foreign = True
         return None
 
@@ -103,15 +117,28 @@ class Matcher(Generic[C]):
         return best
 
 
-def _pick(entries: Sequence[_Entry[C]], echoed: Said) -> _Entry[C] | None:
+def _pick(entries: Sequence[_Entry[C]], history: Sequence[Said], echoed: Said) -> _Entry[C] | None:
     """Of calls that said the same: by the echoed ids, then the echoed thinking, then the latest.
 
-    Thinking that comes back changed was edited: then it is none of them.
+    Thinking that comes back changed, in this turn or in one before it, was edited: then it is none of them.
     """
-    fitting = [entry for entry in entries if not echoed.reasoning or echoed.reasoning == entry.reasoning]
+    fitting = [entry for entry in entries if _as_thought(entry, history)]
     if not fitting:
         return None
-    return max(enumerate(fitting), key=lambda pair: (pair[1].call_ids == echoed.call_ids, pair[0]))[1]
+    return max(enumerate(fitting), key=lambda pair: (pair[1].said.call_ids == echoed.call_ids, pair[0]))[1]
+
+
+def _as_thought(entry: _Entry[C], history: Sequence[Said]) -> bool:
+    """Whether the thinking in ``history``, where it is given, is what the call's ids hold."""
+    last: _Entry[C] | None = entry
+    while last is not None:
+        thought = history[last.at].reasoning
+        if thought and thought != last.said.reasoning:
+            return False
+        entry, last = last, last.before
+    return all(
+        not now.reasoning or now.reasoning == then.reasoning for now, then in zip(history, entry.given, strict=False)
+    )
 
 
 def _link(before: bytes, digest: bytes) -> bytes:
