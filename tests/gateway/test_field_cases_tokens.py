@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 from tests.engines.routed import RoutedApp
-from tests.tokens.dialect_harness import NAMES, PATHS, PNG, body, tool, user
+from tests.tokens.harness import NAMES, PATHS, PNG, body, tool, user
 
 from polynya.engines.compatible import CompatibleEngine
 from polynya.engines.routes import Route
