@@ -7,6 +7,7 @@ decoded (an unescaped key cannot occur inside a JSON string, so a byte search th
 
 from __future__ import annotations
 
+import array
 import json
 from typing import Any
 
@@ -263,7 +264,11 @@ def _named_ids(body: bytes, what: str) -> Int32Array | None:
 def _logprobs(choice: _Choice) -> Float32Array | None:
     """NaN for a null."""
     if choice.logprobs is not None and choice.logprobs.content is not None:
-        return np.array([entry.logprob for entry in choice.logprobs.content], dtype=np.float32)
+        values = [entry.logprob for entry in choice.logprobs.content]
+        try:
+            return np.frombuffer(array.array("f", values), dtype=np.float32)  # type: ignore[arg-type]
+        except TypeError:
+            return np.array(values, dtype=np.float32)
     if choice.meta_info is not None and choice.meta_info.output_token_logprobs is not None:
         return np.array([entry[0] for entry in choice.meta_info.output_token_logprobs], dtype=np.float32)
     return None
