@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import array
 import json
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -266,8 +266,8 @@ def _logprobs(choice: _Choice) -> Float32Array | None:
     if choice.logprobs is not None and choice.logprobs.content is not None:
         values = [entry.logprob for entry in choice.logprobs.content]
         try:
-            return np.frombuffer(array.array("f", values), dtype=np.float32)  # type: ignore[arg-type]
-        except TypeError:
+            return np.frombuffer(array.array("f", cast("list[float]", values)), dtype=np.float32)
+        except TypeError:  # a null among them
             return np.array(values, dtype=np.float32)
     if choice.meta_info is not None and choice.meta_info.output_token_logprobs is not None:
         return np.array([entry[0] for entry in choice.meta_info.output_token_logprobs], dtype=np.float32)
