@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import zlib
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polynya.capture.framing import FRAME_BYTES, HEADER_BYTES, Damage, frame, header, read_frames
+from polynya.capture.framing import FRAME_BYTES, HEADER_BYTES, MAGIC, Damage, frame, header, read_frames
 
 SYNC = b"\x93\x1f\xd0\x8a\x55\xaa\x00\x7f"
 PAYLOADS = [b"first record", b"", b"third " * 40]
@@ -61,6 +63,20 @@ def test_sync_bytes_inside_a_damaged_payload_are_passed_over() -> None:
     data = bytearray(segment([b"x" + SYNC + b"y" * 30, b"true"]))
     data[HEADER_BYTES + FRAME_BYTES] ^= 1
     assert [item for item in read_frames(bytes(data)) if isinstance(item, bytes)] == [b"true"]
+
+
+def test_segment_of_version_1_is_read() -> None:
+    data = b"POLYNYA-JOURNAL\x01" + SYNC
+    for payload in PAYLOADS:
+        size = len(payload).to_bytes(4, "little")
+        data += SYNC + size + zlib.crc32(size + payload).to_bytes(4, "little") + payload
+    assert list(read_frames(data)) == PAYLOADS
+    assert list(read_frames(data[:-1] + b"?"))[:-1] == PAYLOADS[:-1]
+
+
+def test_segment_of_a_later_version_is_damage() -> None:
+    data = b"POLYNYA-JOURNAL\x03" + segment(PAYLOADS)[len(MAGIC) :]
+    assert list(read_frames(data)) == [Damage(offset=0, size=len(data), torn_tail=False)]
 
 
 def test_alien_file_is_damage_and_no_records() -> None:

@@ -124,6 +124,24 @@ def test_a_list_ends_where_the_parser_says_whatever_follows_it(new: bytes) -> No
         assert told(dialect.parse(body, PATH, history)) == told(dialect.parse(body, PATH))
 
 
+def test_a_list_that_stands_where_the_requests_own_did_before_is_not_taken_for_it() -> None:
+    said = [{"role": "user", "content": "a"}]
+    before = b'{"model":"m","x":{},' + KEY + compact(said)[1:] + b',"max_tokens":5}'
+    inner = (
+        b'{"model":"m","xyz":{'
+        + KEY
+        + compact(said)[1:]
+        + b"},"
+        + KEY
+        + b'{"role":"user","content":"b"}],"max_tokens":5}'
+    )
+    spoken = b'{"model":"m","x":"' + KEY.replace(b'"', b'\\"') + b'","messages":[{"role":"user","content":"b"}]}'
+    assert before.index(KEY) == inner.index(KEY) < inner.rindex(KEY)
+    history: History[Any] = History(1)
+    for body in (before, before, inner, spoken, before, inner):
+        assert told(AnthropicMessages().parse(body, PATH, history)) == told(AnthropicMessages().parse(body, PATH))
+
+
 def test_what_stands_around_the_list_is_read_once_while_it_stays_the_same() -> None:
     history: History[Any] = History(1)
     messages = [{"role": "user", "content": "hello"}]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import resource
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,7 +14,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from polynya.gateway.connection import BodyTooLarge, ClientGone, Exchange, Receive, Scope, Send
-from polynya.gateway.protocol import GatewayProtocol
+from polynya.gateway.protocol import GatewayProtocol, _HeadFirst
 
 LARGE = 300_000
 
@@ -156,6 +156,55 @@ async def test_client_that_hangs_up_before_its_reply_is_noticed(body: bytes) -> 
         writer.close()
         await app.gone.wait()
     assert app.left == ["before its reply"]
+
+
+class Wire(asyncio.Transport):
+    """What is written, write by write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes: list[bytes] = []
+        self.closing = False
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.writes.append(bytes(data))
+
+    def writelines(self, list_of_data: Iterable[bytes | bytearray | memoryview]) -> None:
+        self.writes.append(b"".join(list_of_data))
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def close(self) -> None:
+        self.closing = True
+
+
+async def test_head_goes_out_with_what_follows_it_at_once_or_soon_alone() -> None:
+    wire = Wire()
+    reply = _HeadFirst(wire, asyncio.get_running_loop())
+    reply.write(b"head ")
+    assert not wire.writes
+    reply.write(b"body")
+    reply.write(b"more")
+    await asyncio.sleep(0)
+    assert wire.writes == [b"head body", b"more"]
+    waiting = _HeadFirst(wire, asyncio.get_running_loop())
+    waiting.write(b"head")
+    await asyncio.sleep(0)
+    waiting.write(b"event")
+    assert wire.writes[2:] == [b"head", b"event"]
+
+
+async def test_head_without_a_body_goes_out_before_the_connection_is_closed_and_not_after() -> None:
+    wire = Wire()
+    reply = _HeadFirst(wire, asyncio.get_running_loop())
+    reply.write(b"head")
+    reply.close()
+    assert wire.writes == [b"head"] and reply.is_closing()
+    late = _HeadFirst(wire, asyncio.get_running_loop())
+    late.write(b"never")
+    await asyncio.sleep(0)
+    assert wire.writes == [b"head"]
 
 
 async def test_what_is_no_http_is_refused() -> None:

@@ -246,7 +246,7 @@ class CaptureStore:
         call.complete(record, base, context_text=context_text, sampled_text=sampled_text)
         capture.committed.append(call)
         try:
-            call.safe_at(await asyncio.shield(written))
+            call.safe_at(await written)
         except CaptureError:
             capture.committed.remove(call)
             call.outcome_record = None

@@ -130,8 +130,9 @@ class AnthropicMessages:
             raise BadRequest("messages: at least one message is required", field="messages")
         notes = media.Notes(dropped=dict(frame.dropped))
         for each in read:
-            notes.add(each.notes)
-        messages = _merged([*frame.messages, *(message for each in read for message in each.value)])
+            if each.notes is not None:
+                notes.add(each.notes)
+        messages = _merged(frame.messages + [message for each in read for message in each.value])
         return msgspec.structs.replace(frame, messages=messages, images=notes.images, dropped=notes.dropped)
 
     def render(self, request: ChatRequest, reply: ChatReply, head: ReplyHead) -> bytes:

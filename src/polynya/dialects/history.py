@@ -85,7 +85,9 @@ class History(Generic[T]):
 
     def cut(self, body: bytes, key: bytes) -> Cut[T]:
         """``key``: as it stands in a compact body, with the bracket: ``b'"messages":['``."""
-        start = body.find(key) + len(key)
+        start = self._frame[0] if self._frame is not None else -1
+        if start < 0 or not body.startswith(key, start - len(key)):  # it mostly begins where it did before
+            start = body.find(key) + len(key)
         if start < len(key):
             return Cut(body, -1, [], 0, 0, None, None)
         best: Cut[T] = Cut(body, start, [], start, start, None, xxhash.xxh3_128(seed=self._seed))

@@ -26,8 +26,9 @@ _ESCAPE = re.compile(
     rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL
 )
 _SHORT = 4096
+_LONG = 65536
+_BACKSLASH, _U, _D = b"\\ud"
 _BACKSLASH_U = 0x755C
-_D = ord("d")
 DELTA_CHARS = 256
 """Characters of a synthetic delta: few large deltas are valid and cheap."""
 _SIGNATURE = b"polynya:"
@@ -53,6 +54,8 @@ def _escapes_surrogates(body: bytes) -> bool:
     if len(body) < _SHORT:
         return b"\\ud" in body or b"\\uD" in body
     octets = np.frombuffer(body, dtype=np.uint8)
+    if octets.size < _LONG and not ((octets[:-1] == _BACKSLASH) & (octets[1:] == _U)).any():
+        return False
     for offset in (0, 1):
         pairs = np.frombuffer(body, dtype="<u2", offset=offset, count=max(0, len(body) - offset) // 2)
         at = np.flatnonzero(pairs == _BACKSLASH_U) * 2 + offset + 2

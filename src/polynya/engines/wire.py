@@ -7,8 +7,9 @@ decoded (an unescaped key cannot occur inside a JSON string, so a byte search th
 
 from __future__ import annotations
 
+import array
 import json
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -274,7 +275,11 @@ def _routing(choice: _Choice) -> Routing | None:
 def _logprobs(choice: _Choice) -> Float32Array | None:
     """NaN for a null."""
     if choice.logprobs is not None and choice.logprobs.content is not None:
-        return np.array([entry.logprob for entry in choice.logprobs.content], dtype=np.float32)
+        values = [entry.logprob for entry in choice.logprobs.content]
+        try:
+            return np.frombuffer(array.array("f", cast("list[float]", values)), dtype=np.float32)
+        except TypeError:  # a null among them
+            return np.array(values, dtype=np.float32)
     if choice.meta_info is not None and choice.meta_info.output_token_logprobs is not None:
         return np.array([entry[0] for entry in choice.meta_info.output_token_logprobs], dtype=np.float32)
     return None

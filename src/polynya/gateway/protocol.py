@@ -25,6 +25,43 @@ _SMALL = 16 * 1024
 """Bodies up to this come whole in one read; nothing is gained."""
 
 
+class _HeadFirst:
+    """The transport of one reply: its head waits for what is written next, and goes out with that or a moment later.
+
+    A reply that is there at once is one write then, and wakes the client once.
+    """
+
+    __slots__ = ("_head", "_loop", "_transport")
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._head: bytes | None = b""
+        """Empty: not there yet; None: it has gone."""
+
+    def write(self, data: bytes) -> None:
+        if self._head is None:
+            self._transport.write(data)
+        elif self._head:
+            self._transport.writelines([self._head, data])
+            self._head = None
+        else:
+            self._head = data
+            self._loop.call_soon(self._flush)
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def _flush(self) -> None:
+        head, self._head = self._head, None
+        if head and not self._transport.is_closing():
+            self._transport.write(head)
+
+
 class _Http(HttpToolsProtocol):
     """uvicorn's protocol, with the body of the request under way in a buffer of its own."""
 
@@ -80,7 +117,10 @@ class _Http(HttpToolsProtocol):
         if self.parser.should_upgrade() and not self._should_upgrade() and self.parser.get_method() != b"CONNECT":
             self.declined = True
             return
+        before = self.cycle
         super().on_headers_complete()
+        if self.cycle is not before:
+            self.cycle.transport = cast("asyncio.Transport", _HeadFirst(self.transport, self.loop))
         length = next((value for name, value in self.headers if name == b"content-length"), b"")
         chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
         if (
