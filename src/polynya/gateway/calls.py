@@ -38,6 +38,7 @@ from polynya.errors import (
 from polynya.gateway.aborts import generate_whole
 from polynya.gateway.continuation import Continuation, Continued, Place
 from polynya.gateway.lanes import CompactionWatch, Maker
+from polynya.gateway.markup import with_unread_calls
 from polynya.gateway.sampling import effective
 from polynya.gateway.sessions import FREE_FINAL_ANSWERS, GatewaySession
 from polynya.tokens.printed import PrintedIds
@@ -185,6 +186,7 @@ class Calls:
             try:
                 asked = EngineRequest(chat=request, sampling=sampling, affinity=session.session_id)
                 reply, prompt = await self._generate(session, call, asked, place)
+                reply = with_unread_calls(request, reply)
             except (CallFailed, asyncio.CancelledError) as exc:
                 if not (isinstance(exc, CallFailed) and exc.error.fault == Fault.CONTEXT_OVERFLOW):
                     session.compactions.came_to_nothing(maker)
