@@ -223,11 +223,16 @@ class FamilyDesk:
         env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         env.filters["tojson"] = lambda value, **_: json.dumps(value, ensure_ascii=False)
         env.globals["raise_exception"] = _raise
+        self._env = env
         self.template = template
         self._compiled = env.from_string(template)
         self.plain, self.whole = tokenizers()
         self.vocabulary = Vocabulary(special={}, stop_ids=frozenset())
         self.renders = self.encodes = 0
+
+    def becomes(self, template: str) -> None:
+        """Prints something else from here on, as a template with a clock does."""
+        self._compiled = self._env.from_string(template)
 
     async def learn(self) -> FamilyDesk:
         found = await discover(self.render, self.encode_special, template=self.template)

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from tests.engines.families import GLM, LLAMA31, QWEN3, QWEN35, FamilyDesk
+from tests.engines.families import GLM, GPTOSS, LLAMA31, QWEN3, QWEN35, FamilyDesk
 
 from polynya.dialects.neutral import ChatReply, ChatRequest, ToolCall
 from polynya.engines.base import EngineInfo, EngineReply, EngineRequest
@@ -34,6 +34,8 @@ class Turn(msgspec.Struct, kw_only=True):
     calls: list[str] = msgspec.field(default_factory=lambda: ['{"cmd": "ls", "n": 30}'])
     """Arguments as the parser shows them."""
     spelled: str = ""
+    ordinary: str = ""
+    """Sampled behind ``spelled`` in ordinary tokens, whatever it spells."""
     stop: str | None = None
     """None: cut by the length."""
     split: bool = False
@@ -63,6 +65,7 @@ class FamilyEngine:
         prompt = request.prompt.ids if request.prompt is not None else await self.render(request.chat)
         number, turn = next(self._turns)
         ids = await self.desk.encode_special(turn.spelled)
+        ids += self.desk.plain.encode(turn.ordinary).ids
         if turn.split:
             ids = self._apart(ids)
         if turn.stop is not None:
@@ -122,6 +125,8 @@ class Case(msgspec.Struct, kw_only=True):
     turn: Callable[[int], Turn] = lambda n: qwen(Turn())
     echo: Callable[[dict[str, Any]], dict[str, Any]] = lambda message: message
     after: Callable[[int, list[dict[str, Any]]], list[dict[str, Any]]] = lambda n, results: results
+    midnight: bool = False
+    """The template prints another date after 15 turns."""
     edit: Callable[[dict[str, Any]], None] | None = None
     """What the harness does to its next request after 15 turns."""
     drifts: bool = True
@@ -194,13 +199,46 @@ def glm(lead: str) -> Turn:
     return Turn(thought="", calls=['{"cmd": "ls"}'], spelled=spelled, stop="<|observation|>")
 
 
+def harmony(turn: Turn) -> Turn:
+    """As gpt-oss writes: the recipient behind the channel, thinking in a message of its own."""
+    thought = f"<|channel|>analysis<|message|>{turn.thought}<|end|><|start|>assistant" if turn.thought else ""
+    if turn.calls:
+        turn.spelled = f"{thought}<|channel|>commentary to=functions.run json<|message|>{turn.calls[0]}"
+        turn.stop = "<|call|>"
+    else:
+        turn.spelled, turn.stop = f"{thought}<|channel|>final<|message|>{turn.text}", "<|return|>"
+    return turn
+
+
+def spells_its_end() -> Turn:
+    turn = qwen(Turn(text="It writes <|im_end|> there.", calls=[]))
+    turn.spelled, turn.ordinary = turn.spelled.removesuffix(turn.text), turn.text
+    return turn
+
+
+def mild(n: int) -> Turn:
+    """A bit of everything that is no edit."""
+    turn = qwen(
+        Turn(
+            thought="" if n % 4 == 1 else "I should look.",
+            text="Look:" if n % 3 else "",
+            calls=_TWO if n % 2 else [_ONE],
+        ),
+        gap="\n" if n % 5 == 0 else "",
+        between="" if n % 7 == 0 else "\n",
+        form=lambda a: '{"name":"run","arguments":' + a.replace(" ", "") + "}",
+    )
+    return msgspec.structs.replace(turn, split=n in (2, 7), stop="<|endoftext|>" if n == 9 else turn.stop)
+
+
 def prefilled() -> Turn:
     turn = qwen(Turn())
     turn.spelled = turn.spelled.removeprefix("<think>\n")
     return turn
 
 
-_TWO = ['{"cmd": "ls"}', '{"cmd": "pwd"}']
+_ONE, _TWO = '{"cmd": "ls", "n": 30.0}', ['{"cmd": "ls"}', '{"cmd": "pwd"}']
+_GO_ON = {"role": "user", "content": "Go on."}
 CASES: dict[str, Case] = {
     "template-shaped, thinking kept": Case(drifts=False),
     "thinking dropped by the harness": Case(echo=without_thinking),
@@ -260,6 +298,31 @@ CASES: dict[str, Case] = {
     "glm: no newline before a call": Case(template=GLM, turn=lambda n: glm("")),
     "glm: a newline before a call": Case(template=GLM, turn=lambda n: glm("\n"), drifts=False),
     "qwen3.5: thinking opened by the prompt": Case(template=QWEN35, turn=lambda n: prefilled(), drifts=False),
+    "text that begins with newlines": Case(turn=lambda n: qwen(Turn(text="\n\nLook:"))),
+    "its end spelled in ordinary tokens, x3": Case(
+        turn=at((5, 10, 15), spells_its_end), after=lambda n, results: results or [_GO_ON]
+    ),
+    "llama: white space at the end trimmed by the template": Case(
+        template=LLAMA31,
+        turn=lambda n: Turn(thought="", text="Done. ", calls=[], spelled="Done. ", stop="<|eot_id|>"),
+        after=lambda n, results: [_GO_ON],
+    ),
+    "llama: the date in the template rolls over": Case(
+        template=LLAMA31,
+        turn=lambda n: Turn(thought="", text="Done.", calls=[], spelled="Done.", stop="<|eot_id|>"),
+        after=lambda n, results: [_GO_ON],
+        midnight=True,
+    ),
+    "gpt-oss: the recipient of a call in another place": Case(
+        template=GPTOSS, turn=lambda n: harmony(Turn(thought=""))
+    ),
+    "gpt-oss: thinking dropped": Case(template=GPTOSS, turn=lambda n: harmony(Turn()), echo=without_thinking),
+    "gpt-oss: return for end": Case(
+        template=GPTOSS,
+        turn=lambda n: harmony(Turn(thought="", text="Done.", calls=[])),
+        after=lambda n, results: [_GO_ON],
+    ),
+    "everything mild together": Case(turn=mild, echo=without_thinking, after=user_at(3, 10, 20)),
     "edit: tool list grows": Case(edit=tools_grow, drifts=False),
     "edit: date in the system text": Case(edit=system_changes, drifts=False),
     "edit: old tool result cleared": Case(edit=result_cleared, drifts=False),
@@ -281,6 +344,8 @@ async def breaks(make_rig: Any, name: str, continuation: bool) -> tuple[int, int
     for turn in range(TURNS):
         if turn == 15 and case.edit is not None:
             case.edit(body)
+        if turn == 15 and case.midnight:
+            desk.becomes(case.template.replace("December 2023", "January 2024"))
         status, reply = await agent.post(body)
         assert status == 200, reply
         message = reply["choices"][0]["message"]

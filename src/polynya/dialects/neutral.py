@@ -161,8 +161,6 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool = False
     include_usage: bool = False
     """A streaming client wants a final usage event."""
-    wants_logprobs: bool = False
-    wants_top_logprobs: int = 0
     template_kwargs: msgspec.Raw | None = None
     """``chat_template_kwargs``, as sent."""
     tool_aliases: dict[str, ToolAlias] = {}

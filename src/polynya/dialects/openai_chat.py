@@ -87,8 +87,6 @@ class _WireRequest(msgspec.Struct):
     stop: str | list[str] | None = None
     seed: int | None = None
     logit_bias: dict[str, float] | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
     chat_template_kwargs: msgspec.Raw = _NULL
 
 
@@ -217,8 +215,6 @@ def _frame(text: bytes, wire: _WireRequest) -> ChatRequest:
         sampling=_sampling(wire, max_tokens),
         stream=bool(wire.stream),
         include_usage=bool(wire.stream_options and wire.stream_options.include_usage),
-        wants_logprobs=bool(wire.logprobs),
-        wants_top_logprobs=wire.top_logprobs or 0,
         template_kwargs=_given(wire.chat_template_kwargs),
         leftovers=others,
     )

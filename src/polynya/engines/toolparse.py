@@ -21,27 +21,6 @@ _START = re.compile(r"(?P<tag><tool_call>)\s*|^[ \t]*(?P<fence>```+)[\w+-]*[ \t]
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
-MARKERS = (
-    "<tool_call>",
-    "<tool_calls>",
-    "<function=",
-    "<function_call>",
-    "[TOOL_CALLS]",
-    "<|python_tag|>",
-    "<|tool_call|>",
-    "<|tool_call_begin|>",
-    "<|tool_calls_section_begin|>",
-    "<\uff5ctool\u2581calls\u2581begin\uff5c>",
-    "<|action_start|>",
-)
-"""How the model families begin a call in their text."""
-
-
-def holds_markup(text: str) -> bool:
-    """There is the beginning of a call in a text from which no parser took one."""
-    return any(marker in text for marker in MARKERS)
-
-
 class FoundCall(msgspec.Struct, frozen=True):
     name: str
     arguments: str

@@ -24,7 +24,6 @@ from polynya.dialects.neutral import ChatReply, ChatRequest, ReplyHead, Usage
 from polynya.dialects.openai_chat import assistant_message
 from polynya.dialects.registry import echoes
 from polynya.dialects.wire import kept
-from polynya.engines import toolparse
 from polynya.engines.base import EffectiveSampling, Engine, EngineReply, EngineRequest
 from polynya.engines.http import RETRY_STATUSES
 from polynya.errors import (
@@ -41,6 +40,7 @@ from polynya.errors import (
 from polynya.gateway.aborts import generate_whole
 from polynya.gateway.continuation import Continuation, Continued, Place
 from polynya.gateway.lanes import CompactionWatch, Maker
+from polynya.gateway.markup import with_unread_calls
 from polynya.gateway.sampling import effective
 from polynya.gateway.sessions import FREE_FINAL_ANSWERS, GatewaySession
 from polynya.tokens.printed import PrintedIds
@@ -189,12 +189,11 @@ class Calls:
             try:
                 asked = EngineRequest(chat=request, sampling=sampling, affinity=session.session_id)
                 reply, prompt = await self._generate(session, call, asked, place)
+                reply = with_unread_calls(request, reply)
             except (CallFailed, asyncio.CancelledError) as exc:
                 if not (isinstance(exc, CallFailed) and exc.error.fault == Fault.CONTEXT_OVERFLOW):
                     session.compactions.came_to_nothing(maker)
                 raise
-            if request.tools and not reply.reply.tool_calls and toolparse.holds_markup(reply.reply.text):
-                reply = msgspec.structs.replace(reply, flags={"unparsed_tool_markup": 1, **reply.flags})
             answer = Answer(reply=_with_usage(reply, prompt), head=self._head(call.call_id, request), call=call)
             end = _end_of(reply, prompt, answer.reply, request, self._engine.info.vocab_size)
             await self._commit(session, call, end)
