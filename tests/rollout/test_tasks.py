@@ -187,8 +187,3 @@ def test_digest_follows_everything_but_how_many_samples_there_are_and_when_they_
     more = msgspec.structs.replace(task, num_samples=9)
     other = msgspec.structs.replace(task, instruction="else")
     assert spec_digest(task) == spec_digest(more) != spec_digest(other)
-
-
-def test_digest_is_that_of_run_directories_that_were_begun_before_tasks_had_a_priority() -> None:
-    task = parse_task({"task_id": "a", "instruction": "do it", "harness": "shell"}, "x")
-    assert spec_digest(task) == "22003d07dcdd1c6760ba1fd42e6ea522b1a31f743ff574ca75fd86448f762056"
