@@ -64,6 +64,10 @@ class Turn(msgspec.Struct):
         return len(self.prompt_ids)
 
     @property
+    def full_ids(self) -> Any:
+        return np.concatenate([self.prompt_ids, self.sampled_ids])
+
+    @property
     def sampled_count(self) -> int:
         return len(self.sampled_ids)
 

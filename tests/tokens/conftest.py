@@ -53,6 +53,10 @@ class FakeCall:
         return len(self.prompt_ids)
 
     @property
+    def full_ids(self) -> Int32Array:
+        return np.concatenate([self.prompt_ids, self.sampled_ids])
+
+    @property
     def sampled_count(self) -> int:
         return len(self.sampled_ids)
 

@@ -30,6 +30,7 @@ class StoredCall:
         "_context_text",
         "_id_base",
         "_keep",
+        "_lane",
         "_logprobs",
         "_message_base",
         "_routing",
@@ -45,6 +46,7 @@ class StoredCall:
 
     def __init__(self, intent: CallIntent, base: StoredCall | None) -> None:
         self.intent = intent
+        self._lane = Lane(intent.lane)
         self.outcome_record: CallOutcome | None = None
         self.delivered = False
         self.ended_at: float | None = None
@@ -127,7 +129,7 @@ class StoredCall:
 
     @property
     def lane(self) -> Lane:
-        return Lane(self.intent.lane)
+        return self._lane
 
     @property
     def agent(self) -> str:
@@ -235,17 +237,21 @@ class StoredCall:
 
     @property
     def prompt_ids(self) -> Int32Array:
-        total = self._keep + self._context_len
-        ids = np.empty(total, dtype=np.int32)
+        ids = np.empty(self._keep + self._context_len, dtype=np.int32)
+        self._fill(ids)
+        return ids
+
+    def _fill(self, ids: Int32Array) -> None:
+        """With the prompt, which is as long."""
         call: StoredCall = self
-        end = total
+        end = len(ids)
         while True:
             start = min(end, call._keep)
             ids[start:end] = call.context_ids[: end - start]
             end = start
             base = call._id_base
             if base is None or end == 0:
-                return ids
+                return
             base_prompt = base._keep + base._context_len
             if end > base_prompt:
                 ids[base_prompt:end] = base.sampled_ids[: end - base_prompt]
@@ -254,7 +260,11 @@ class StoredCall:
 
     @property
     def full_ids(self) -> Int32Array:
-        return np.concatenate([self.prompt_ids, self.sampled_ids])
+        prompt = self._keep + self._context_len
+        ids = np.empty(prompt + self._sampled_len, dtype=np.int32)
+        self._fill(ids[:prompt])
+        ids[prompt:] = self.sampled_ids
+        return ids
 
     @property
     def messages(self) -> list[bytes]:

@@ -56,6 +56,11 @@ class CapturedCall(Protocol):
         ...
 
     @property
+    def full_ids(self) -> Int32Array:
+        """``prompt_ids`` and ``sampled_ids``, in an array of the caller's own."""
+        ...
+
+    @property
     def extends(self) -> CapturedCall | None:
         """The call whose ``prompt + sampled`` this prompt is known to begin with, id by id; None: not known."""
         ...

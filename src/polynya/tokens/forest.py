@@ -81,7 +81,7 @@ def _search(nodes: list[Node], wanted: Sequence[Node]) -> None:
 
 
 def full_ids(call: CapturedCall) -> Int32Array:
-    return np.concatenate([call.prompt_ids, call.sampled_ids]).astype(np.int32, copy=False)
+    return call.full_ids.astype(np.int32, copy=False)
 
 
 def path_to(nodes: Sequence[Node], leaf: int) -> list[Node]:
