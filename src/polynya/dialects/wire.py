@@ -29,7 +29,7 @@ _SHORT = 4096
 _LONG = 65536
 _BACKSLASH, _U, _D = b"\\ud"
 _BACKSLASH_U = 0x755C
-DELTA_CHARS = 256
+DELTA_CHARS = 1024
 """Characters of a synthetic delta: few large deltas are valid and cheap."""
 _SIGNATURE = b"polynya:"
 

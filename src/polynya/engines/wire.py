@@ -117,7 +117,8 @@ def chat_fields(chat: ChatRequest, extra: dict[str, Any] | None = None, *, whole
 
     ``whole`` adds what steers the generation and not the prompt: tool choice, response format, parallel calls.
     """
-    parts = [piece for message in chat.messages for piece in (b",", message.raw)]
+    parts = [b","] * (2 * len(chat.messages))
+    parts[1::2] = [message.raw for message in chat.messages]
     parts[:1] = [b'{"messages":[']
     parts.append(b"]")
     raw: list[tuple[bytes, msgspec.Raw | None]] = [
