@@ -72,6 +72,30 @@ def test_calls_without_ids_get_ordinal_ones_and_results_find_them_by_name_in_ord
     ]
 
 
+def test_contents_of_one_stream_are_one_turn_of_the_model() -> None:
+    """The SDK's own chats keep one content for each chunk."""
+    call = {"functionCall": {"name": "f", "args": {}}}
+    chunks = [
+        model({"text": "why", "thought": True}),
+        model({"text": "I "}),
+        model({"text": "look."}),
+        model(call, call),
+    ]
+    result = {"functionResponse": {"name": "f", "response": {"output": "x"}}}
+    first, turn, *results, last = parse(
+        [user({"text": "go"}), *chunks, user(result, result), model({"text": "ok"})]
+    ).messages
+    assert (first.text, last.text) == ("go", "ok")
+    assert (turn.text, turn.reasoning) == ("I look.", "why")
+    assert [made.id for made in turn.tool_calls] == [made.tool_call_id for made in results] == ["call_1_0", "call_1_1"]
+
+
+def test_part_that_is_not_served_is_named_by_its_own_content() -> None:
+    with pytest.raises(BadRequest) as caught:
+        parse([user({"text": "go"}), model({"text": "a"}), model({"text": "b"}, {"executableCode": {}})])
+    assert caught.value.field == "contents[2].parts[1]"
+
+
 def test_thoughts_are_reasoning_and_not_text() -> None:
     (message,) = parse([model({"text": "why", "thought": True}, {"text": "so"})]).messages
     assert (message.text, message.reasoning) == ("so", "why")

@@ -86,6 +86,13 @@ def test_template_that_drops_thinking_which_the_harness_sent_back_is_named(call:
     assert build([one, two], session_id="s", builder="prefix_merging").ledger.chain_breaks == {"reasoning_stripped": 1}
 
 
+def test_thinking_that_comes_back_as_another_is_an_edit(call: Callable[..., Any]) -> None:
+    edited = raw("assistant", "done", reasoning_content="ah")
+    one = call("a", [1, 2, 3], [10, 11], messages=[ASK], reply=SAID)
+    two = call("b", [1, 2, 3, 9], [12], messages=[ASK, edited, MORE], reply=SAID)
+    assert build([one, two], session_id="s", builder="prefix_merging").ledger.chain_breaks == {"history_edited": 1}
+
+
 def test_whole_reply_that_the_template_closes_in_another_way_parts_in_the_template(call: Callable[..., Any]) -> None:
     one = call("a", [1, 2, 3], [10, 11], messages=[ASK], reply=BARE)
     two = call("b", [1, 2, 3, 10], [12], messages=[ASK, BARE, MORE], reply=SAID)

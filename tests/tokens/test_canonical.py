@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given
 
-from polynya.tokens.canonical import canonical_arguments, reasoning_of, root_digest, said
+from polynya.tokens.canonical import canonical_arguments, gone_on, reasoning_of, root_digest, said
 
 
 def raw(role: str = "assistant", content: Any = "hello", **fields: Any) -> bytes:
@@ -59,6 +59,31 @@ SAME = {
     "a tool's name on its result": (raw("tool", tool_call_id="x", name="f"), raw("tool", tool_call_id="x")),
     "developer and system": (raw("developer"), raw("system")),
     "a refusal as text": (raw(content=None, refusal="hello"), raw()),
+    "no arguments": (raw(tool_calls=calls(("f", ""))), raw(tool_calls=calls(("f", {})))),
+    "null for no arguments": (raw(tool_calls=calls(("f", "null"))), raw(tool_calls=calls(("f", None)))),
+    "white space for no arguments": (raw(tool_calls=calls(("f", " \n"))), raw(tool_calls=calls(("f", "{}")))),
+    "a line break in a string": (
+        raw(tool_calls=calls(("f", '{"a":"x\ny"}'))),
+        raw(tool_calls=calls(("f", '{"a": "x\\ny"}'))),
+    ),
+    "a key that stands there twice": (
+        raw(tool_calls=calls(("f", '{"a":1,"a":2}'))),
+        raw(tool_calls=calls(("f", '{"a":2}'))),
+    ),
+    "half a surrogate pair": (
+        raw(tool_calls=calls(("f", '{"a":"\\ud800"}'))),
+        raw(tool_calls=calls(("f", '{ "a" : "\\uD800" }'))),
+    ),
+    "how deep arguments nest": (
+        raw(tool_calls=calls(("f", '{"a":' + "[" * 100 + "1.0" + "]" * 100 + "}"))),
+        raw(tool_calls=calls(("f", '{"a": ' + "[" * 100 + "1" + "]" * 100 + "}"))),
+    ),
+    "parts of white space around a reply": (raw(content=text(" \n", " hello", "\t")), raw()),
+    "a cache mark on an image": (raw("user", [{**IMAGE, "cache_control": {}}]), raw("user", [IMAGE])),
+    "a call as it was written before there were lists": (
+        raw(function_call={"name": "f", "arguments": "{}"}),
+        raw(tool_calls=calls(("f", "{}"))),
+    ),
     "a large integer through a client's doubles": (
         raw(tool_calls=calls(("f", '{"a":9007199254740993}'))),
         raw(tool_calls=calls(("f", '{"a":9007199254740992}'))),
@@ -85,6 +110,24 @@ OTHER = {
     "the number of calls": (raw(tool_calls=calls(("f", "{}"))), raw(tool_calls=calls(("f", "{}"), ("f", "{}")))),
     "arguments that are no JSON": (raw(tool_calls=calls(("f", '{"a": '))), raw(tool_calls=calls(("f", '{"a":')))),
     "an image or none": (raw("user", [*text("hello"), IMAGE]), raw("user")),
+    "an image before or behind a text": (
+        raw("user", [*text("hello"), IMAGE]),
+        raw("user", [IMAGE, *text("hello")]),
+    ),
+    "halves of surrogate pairs": (
+        raw(tool_calls=calls(("f", '{"a":"\\ud800"}'))),
+        raw(tool_calls=calls(("f", '{"a":"\\ud801"}'))),
+    ),
+    "what is no number and null": (
+        raw(tool_calls=calls(("f", '{"a":NaN}'))),
+        raw(tool_calls=calls(("f", '{"a":null}'))),
+    ),
+    "a call of the old form or none": (raw(function_call={"name": "f", "arguments": "{}"}), raw()),
+    "the input of a custom tool": (
+        raw(tool_calls=[{"id": "1", "type": "custom", "custom": {"name": "f", "input": "a"}}]),
+        raw(tool_calls=[{"id": "1", "type": "custom", "custom": {"name": "f", "input": "b"}}]),
+    ),
+    "a voice or none": (raw(audio={"id": "x"}), raw()),
     "another image": (raw("user", [{**IMAGE, "image_url": {"url": "x"}}]), raw("user", [IMAGE])),
     "content that is neither text nor list": (raw("user", {"a": 1}), raw("user", None)),
     "part that is no object": (raw("user", ["hello"]), raw("user")),
@@ -123,6 +166,26 @@ def test_root_is_another_with_another_model_tool_list_or_template_setting() -> N
 def test_unreadable_message_is_its_bytes() -> None:
     assert said(b"{").digest != said(b"[").digest
     assert reasoning_of(b"{") == ""
+
+
+def test_reply_and_the_clients_own_beginning_of_it_are_one_message() -> None:
+    whole = raw(content="The answer is 42.", tool_calls=calls(("f", "{}")))
+    reply = raw(content=" 42.", tool_calls=calls(("f", "{}")), reasoning="hm")
+    joined = gone_on(raw(content=text("The answer is")), reply)
+    assert joined is not None
+    assert (joined.digest, joined.call_ids) == (said(whole).digest, ("c0",))
+    assert joined.reasoning == said(reply).reasoning != b""
+    apart = gone_on(raw(content="The answer is"), reply, "\n")
+    assert apart is not None and apart.digest != joined.digest
+
+
+@pytest.mark.parametrize(
+    "begun",
+    [b"{", raw(content=None), raw(tool_calls=calls(("f", "{}"))), raw(content=[*text("a"), IMAGE])],
+    ids=["unreadable", "nothing", "a call", "an image"],
+)
+def test_what_is_no_beginning_of_a_text_is_not_joined(begun: bytes) -> None:
+    assert gone_on(begun, raw()) is None
 
 
 @pytest.mark.parametrize(
