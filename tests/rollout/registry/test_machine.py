@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
@@ -13,7 +15,7 @@ def test_any_history_is_that_of_the_model() -> None:
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         RegistryMachine,
         settings=settings(
-            max_examples=size(600, 20_000),
+            max_examples=int(os.environ.get("POLYNYA_R1_EXAMPLES") or size(300, 20_000)),
             stateful_step_count=50,
             deadline=None,
             suppress_health_check=list(HealthCheck),
