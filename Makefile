@@ -26,7 +26,7 @@ types: $(VENV)/.dev
 	@$(BIN)/mypy
 
 tests: $(VENV)/.dev
-	@$(BIN)/python -m pytest -m "not vllm and not clis and not postgres" --cov --cov-report=
+	@$(BIN)/python -m pytest -m "not vllm and not clis and not postgres and not faults" --cov --cov-report=
 	@$(BIN)/coverage report --include='src/polynya/tokens/*,src/polynya/capture/*' --fail-under=100
 	@$(BIN)/coverage report --fail-under=85 --skip-covered --format=total
 

@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-python -m pytest -m "clis or postgres" -q
+python -m pytest -m "clis or postgres or faults" -q
 POLYNYA_R1_EXAMPLES=2000 python -m pytest tests/rollout/registry/test_machine.py -q
 rm -rf runs/integration-turns
 python scripts/real_continuation.py --out runs/integration-turns

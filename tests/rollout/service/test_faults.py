@@ -20,6 +20,7 @@ from polynya.config import DispatchSettings
 from polynya.rollout.registry.base import TokenKind
 from polynya.schema import Stage
 
+pytestmark = pytest.mark.faults
 LEASES = DispatchSettings(lease_seconds=3.0, heartbeat_seconds=0.3, fence_seconds=2.5, suspect_seconds=0.6)
 
 

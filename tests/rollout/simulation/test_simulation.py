@@ -11,6 +11,7 @@ from polynya.rollout.simulation import Report, large, rough, simulate
 from polynya.rollout.simulation.node import SimulatedNode
 from polynya.rollout.simulation.world import World
 
+pytestmark = pytest.mark.faults
 SEEDS = 60
 
 
