@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
 from polynya.client import AsyncClient, Group
 from polynya.config import DispatchSettings
