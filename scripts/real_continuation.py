@@ -108,7 +108,7 @@ async def run(agent: str, folder: Path, *, engine: str, model: str | None, conti
             "runtime": {"name": "bubblewrap"},
             "evaluator": {"name": "completed"},
             "sampling": {"temperature": 0.7, "max_tokens": 256, "policy": "override"},
-            "budgets": {"init": 600, "run": 1500, "calls": 60},
+            "budgets": {"init": 600, "run": 300, "calls": 40},
             "retries": 0,
         },
         "turns",
